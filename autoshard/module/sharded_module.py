@@ -23,7 +23,12 @@ from autoshard.module.model.hooks import refuse_output_hooks
 from autoshard.module.model.original import OriginalModel, is_plain_context, torch_defaults
 from autoshard.module.model.parameters import clamp_parameters
 from autoshard.module.model.submodules import sharded_class
-from autoshard.module.programs.call_checks import check_call_leaves, check_outside_tensors, collective_method
+from autoshard.module.programs.call_checks import (
+    check_call_leaves,
+    check_outside_tensors,
+    check_parametrizations,
+    collective_method,
+)
 from autoshard.module.programs.compiling import CompileSettings, CompilingModule
 from autoshard.module.programs.executable import Executable, ModuleCall, run_first_match
 from autoshard.module.programs.pipeline import run_stages_in_order
@@ -68,7 +73,7 @@ def _compiling_submodule(sharded: CompilingModule, path: str, base: type[Compili
     if of.adopted:
         original.slots = within(of.slots)
         original.parameters = [name[len(below) :] for name in of.parameters if name.startswith(below)]
-        original.elsewhere = within(of.elsewhere)
+        original.elsewhere, original.taken_from = within(of.elsewhere), within(of.taken_from)
         original.adopted = True
         layouts = within({name: sharded._layout_of.get(name, Layout(sharded._program_mesh)) for name in of.slots})
     settings, like = sharded._settings, sharded._settings.opts.like
@@ -136,6 +141,8 @@ class ShardedModule(CompilingModule):
 
     _deferred: bool
     """whether forwards leave gradients as unreduced summands: inside :meth:`no_sync`"""
+    _parametrizations: Any = None
+    """the cache of ``parametrize.cached()`` in which the last call updated parametrizations"""
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: CompileSettings) -> None:
         super().__init__(model, mesh, settings)
@@ -228,6 +235,9 @@ class ShardedModule(CompilingModule):
                 executable = self._serving(self._call(given, spec, recorded, self._wants_gradients), number)
             if self._wants_gradients and not call.state.recorded:
                 check_outside_tensors(x for x, _ in executable.graph.outside)
+            if executable.written_parametrizations:
+                cached = check_parametrizations(self._parametrizations, executable, self._title)
+                object.__setattr__(self, "_parametrizations", cached)
             own, written = executable.apart(call.leaves)
             if self._original_model.absent:
                 self._original_model.check_present(i.fqn for i in executable.graph.inputs if i.kind == "buffer")
@@ -236,7 +246,8 @@ class ShardedModule(CompilingModule):
                 if executable.graph.clamped:
                     clamp_parameters((self.tensor(fqn), bounds) for fqn, bounds in executable.graph.clamped.items())
                 leaves, mutated = self._step(executable, executable.named(own))
-            typed = executable.as_typed(leaves)
+            with torch.set_grad_enabled(recorded):
+                typed = executable.sharing_memory(executable.as_typed(leaves), given, call.leaves)
             call.programs.pop(number, None)
             if recorded == call.state.recorded:
                 call.programs[number] = executable

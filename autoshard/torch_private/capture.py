@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 
 from autoshard.torch_private import by_name
@@ -91,3 +92,18 @@ def trace_leftovers_removed() -> Iterator[None]:
             with contextlib.suppress(RuntimeError):
                 torch._C._exit_dual_level(level=0)
             forward_ad._current_level = level
+
+
+def parametrization_cache() -> dict[tuple[int, str], torch.Tensor | None] | None:
+    """What ``torch.nn.utils.parametrize.cached()`` keeps, the same object within one; None outside of it."""
+    return parametrize._cache if parametrize._cache_enabled else None
+
+
+@contextlib.contextmanager
+def empty_parametrization_cache() -> Iterator[None]:
+    """Inside, it is empty: a trace takes no values from it, and leaves none."""
+    before, parametrize._cache = parametrize._cache, {}
+    try:
+        yield
+    finally:
+        parametrize._cache = before

@@ -33,6 +33,7 @@ from autoshard.passes.capture.exported.mutated_arguments import (
     ReturnedObjects,
     split_output_spec,
 )
+from autoshard.passes.capture.exported.output_views import OUTPUT_VIEWS_KEY, find_output_views
 from autoshard.passes.capture.exported.provenance import ENABLES_GRAD_KEY, ForwardFrames, rename_unreadable_inputs
 from autoshard.passes.capture.exported.pytrees import register_types
 from autoshard.passes.capture.exported.snapshots import (
@@ -97,11 +98,16 @@ from autoshard.passes.capture.translate.graph_from_export import graph_of_export
 from autoshard.passes.capture.translate.no_grad import detach_no_grad, drop_enable_grad
 from autoshard.passes.capture.watch import ObserverMode, trace_observers
 from autoshard.passes.ir.analyses import interned_types
-from autoshard.passes.ir.graph import Graph, Ref
+from autoshard.passes.ir.graph import Graph, OutputView, Ref
 from autoshard.passes.ir.text import attribute_source
 from autoshard.passes.rules.facts import has_effect
 from autoshard.precision import Precision
-from autoshard.torch_private.capture import TRACER_LOGS, trace_leftovers_removed, use_lazy_graph_module
+from autoshard.torch_private.capture import (
+    TRACER_LOGS,
+    empty_parametrization_cache,
+    trace_leftovers_removed,
+    use_lazy_graph_module,
+)
 
 log = logging.getLogger("autoshard")
 TRACE_LOCK = threading.RLock()
@@ -260,9 +266,8 @@ def _functionalized(model: nn.Module, example: Example, training: bool, traced: 
     """The traced program in functional form, decomposed into ops that have sharding rules."""
     program, output_grads, inputs = traced
     check_trailing_writes(program.graph_module)
-    known = {
-        key: program.graph_module.meta[key] for key in (RETURNED_KEY, CHANGED_KEY, CLAMPED_KEY, ATTRIBUTE_READS_KEY)
-    }
+    keys = RETURNED_KEY, CHANGED_KEY, CLAMPED_KEY, ATTRIBUTE_READS_KEY, OUTPUT_VIEWS_KEY
+    known = {key: program.graph_module.meta[key] for key in keys}
     try:
         rename_unreadable_inputs(program)
         with effects_kept():
@@ -287,7 +292,7 @@ def _trace_until_learnt(
     findings = LoopFindings()
     while True:
         watch = ObserverMode(trace_observers(training, findings, numbers, repeats, example if specialized else None))
-        with attributes_restored(model):
+        with attributes_restored(model), empty_parametrization_cache():
             trace = _TracedCall(model, watch, example, example[1] if dynamic else ())
             try:
                 with known_values.with_concrete_values() if specialized else contextlib.nullcontext():
@@ -305,6 +310,7 @@ def _trace_until_learnt(
                     RETURNED_KEY: trace.returned,
                     CHANGED_KEY: changed,
                     CLAMPED_KEY: clamped_parameters(watch.observers, model),
+                    OUTPUT_VIEWS_KEY: trace.views,
                 }
                 found[ATTRIBUTE_READS_KEY] = tuple(trace.attached)
                 program.graph_module.meta |= found
@@ -328,6 +334,7 @@ class _TracedCall:
         self.error: Exception | None = None
         self.returned: ReturnedObjects = ()
         self.changed: dict[Any, tuple[tuple[Any, ...], dict[Any, Any]]] = {}
+        self.views: tuple[OutputView, ...] = ()
         self.output_grads: list[bool] | None = None  # stays None for an fx.GraphModule
         forward, buffers, tensors = model.forward, dict(model.named_buffers()), parameters_and_buffers(model)
         self.attached: dict[tuple[str, str], Any] = {}
@@ -381,7 +388,9 @@ class _TracedCall:
         if self.changed:
             output = output, tuple(gained for _, gained in self.changed.values())
         register_types(output)
-        self.output_grads = [x.requires_grad for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+        leaves = pytree.tree_leaves(output)
+        self.views = find_output_views(self.given, leaves)
+        self.output_grads = [x.requires_grad for x in leaves if isinstance(x, torch.Tensor)]
         return output
 
 

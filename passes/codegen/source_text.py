@@ -307,6 +307,11 @@ def _print_to(p: _CallPrinter, call: LocalCall) -> Expression | None:
     return p.function(f"{p.value(call.args[0]).flat}.to", (kwargs["dtype"],), {})
 
 
+def _print_clone(p: _CallPrinter, call: LocalCall) -> Expression | None:
+    copies = call.kwargs.get("memory_format") is torch.preserve_format  # an output that is no alias
+    return p.function(f"{p.value(call.args[0]).flat}.{'clone' if copies else 'contiguous'}", (), {})
+
+
 def _print_softmax(p: _CallPrinter, call: LocalCall) -> Expression | None:
     if len(call.args) < 2:
         return None
@@ -337,9 +342,7 @@ def _builtin_printer(name: str) -> Callable[[_CallPrinter, LocalCall], Expressio
 _SPECIAL_PRINTERS: dict[str, Callable[[_CallPrinter, LocalCall], Expression | None]] = {
     **dict.fromkeys(("view", "_unsafe_view", "reshape"), _print_reshape),
     **{method: _print_method(method) for method in ("permute", "expand", "repeat")},
-    **dict.fromkeys(
-        ("contiguous", "clone"), lambda p, call: p.function(f"{p.value(call.args[0]).flat}.contiguous", (), {})
-    ),
+    **dict.fromkeys(("contiguous", "clone"), _print_clone),
     "slice": _print_slice,
     "embedding": _print_embedding,
     "scaled_dot_product_attention": _PRINT_ATTENTION,

@@ -321,6 +321,25 @@ class Symbols:
 STATIC = Symbols()
 
 
+@dataclass(frozen=True, slots=True)
+class OutputView:
+    """An output that is a view of another output or of an input in eager; lengths in elements."""
+
+    number: int
+    """of the output leaf"""
+    of: int
+    """number of the output leaf, or of the argument leaf (``is_input``), in whose memory it lies"""
+    is_input: bool
+    same: bool
+    """whether both are one object"""
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """from the first element of the other"""
+    memory: tuple[int, ...]
+    """strides of the other, for which ``stride`` and ``offset`` are"""
+
+
 @dataclass(frozen=True)
 class Graph:
     """A captured program over full (global) tensors. Functional: no op writes to a value."""
@@ -355,6 +374,8 @@ class Graph:
     """(path in ``(args, kwargs)``, path in the output) of objects passed through: KV caches"""
     changed: tuple[tuple[tuple[Any, ...], tuple[Any, ...], Any], ...] = ()
     """(path in ``(args, kwargs)``, removed keys, pytree spec of new entries) of changed dicts"""
+    views: tuple[OutputView, ...] = field(default=(), compare=False)
+    """outputs in the memory of others, or of inputs"""
     passes: int = 1
     """number of micro-batches in a step, each one run of this graph"""
 

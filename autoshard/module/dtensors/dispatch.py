@@ -52,7 +52,8 @@ def run_as_dtensor(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     try:
         made = op(*own, **named)
     except (NotImplementedError, RuntimeError) as error:
-        lacks = isinstance(error, NotImplementedError) or is_view_op(op)  # of a sharded dim
+        no_rule = isinstance(error, NotImplementedError) or "Sharding propagation failed" in str(error)
+        lacks = no_rule or is_view_op(op)  # of a sharded dim
         if not lacks or any(x.gathers for x in ours):
             raise
         return run_on_full(op, args, kwargs)

@@ -138,10 +138,14 @@ def count_write(x: DTensor) -> None:
     source, steps, _ = x.__dict__.get("_of", (x, (), None))
     source.__dict__["_written"] = source.__dict__.get("_written", 0) + 1
     for each in {id(x): x, id(source): source}.values():
-        if not each._local_tensor.is_inference():
-            torch.autograd.graph.increment_version(each._local_tensor)
+        _count_for_autograd(each)
     if steps:
         x.__dict__["_of"] = source, steps, _source_version(source)
+
+
+def _count_for_autograd(x: DTensor) -> None:
+    if not x._local_tensor.is_inference():
+        torch.autograd.graph.increment_version(x._local_tensor)
 
 
 def argument_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
@@ -160,9 +164,11 @@ def refresh_views(given: Sequence[Any]) -> None:
         if isinstance(x, DTensor) and "_of" in x.__dict__:
             source, steps, version = x.__dict__["_of"]
             if version != _source_version(source):
+                if aliases_source(x) or 0 in x._local_tensor.stride():  # the write below is into ``x`` alone
+                    x._local_tensor = x._local_tensor.detach().clone()
                 with torch.set_grad_enabled(source.grad_fn is not None):  # writes into a leaf have no history
                     _assign_full(x, _replay_views(source.full_tensor(), steps))
-                count_write(x)
+                _count_for_autograd(x)
                 x.__dict__["_of"] = source, steps, _source_version(source)
 
 

@@ -207,11 +207,17 @@ def refuse_output_hooks(leaves: Sequence[Any], of: OutputSources) -> None:
                 kept[id(x)] = _OutputHooks(x)
         for number, others in of.items():
             x = leaves[number]
-            sources = {i: kept[id(leaves[i])] for i in others if id(leaves[i]) in kept and leaves[i] is not x}
+            computed = [i for i in others if id(leaves[i]) in kept and not _is_view_of(x, leaves[i])]
+            sources = {i: kept[id(leaves[i])] for i in computed}
             if sources and x.requires_grad:
                 handle = x.register_hook(_refusing_hook(number, sources))
                 if id(x) in kept:
                     kept[id(x)].own.add(handle.id)
+
+
+def _is_view_of(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a gradient of ``x`` comes by ``other``, where its hooks see it."""
+    return x is other or x._base is other
 
 
 class _OutputHooks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,11 +33,11 @@ from autoshard.passes.capture.exported.snapshots import (
     register_as_buffers,
     replace_in_attributes,
 )
-from autoshard.passes.capture.exported.tensor_attributes import with_user_class
+from autoshard.passes.capture.exported.tensor_attributes import TAKEN_FROM, with_user_class
 from autoshard.passes.capture.refusals.aliasing import storages_of
 from autoshard.runtime.transport.torch_state import autocast_state
 from autoshard.torch_private.autograd import forward_level, peek_interpreter_stack
-from autoshard.torch_private.capture import autograd_modes
+from autoshard.torch_private.capture import autograd_modes, parametrization_cache
 from autoshard.torch_private.dispatch import count_function_modes, jit_tracing_state
 
 
@@ -175,6 +176,7 @@ class OriginalModel:
         self.model = model
         self.adopted = False
         self.parts = sharded_submodules(model)
+        self._parametrized = _has_parametrizations(model)
         self.slots: dict[str, tuple[dict[str, Any], str]] = {}
         """original name → (dict, key) that holds the tensor in ``parts``"""
         self.parameters: list[str] = []
@@ -182,6 +184,8 @@ class OriginalModel:
         """non-persistent buffers without values: name → (placeholder, its version)"""
         self.origins: dict[str, tuple[int, int]] = {}
         """name → (id, version) of the user's tensor when it was taken over"""
+        self.taken_from: dict[str, weakref.ref[Any]] = {}
+        """path or name → the user's module or tensor, which globals may lead a forward to"""
         self.elsewhere: dict[str, torch.Tensor] = {}
         """tensors of other processes: original name → meta tensor (shape, dtype, requires_grad)"""
         self.ties: dict[str, str] = {}
@@ -201,6 +205,7 @@ class OriginalModel:
         if now == {path: part._original for path, part in self.parts.items()}:
             return False
         before, self.parts, self._places = self.parts, sharded_submodules(self.model), None
+        self._parametrized = _has_parametrizations(self.model)
         for path in self.parts.keys() & before.keys():
             self.parts[path].training = before[path].training
         return True
@@ -212,8 +217,9 @@ class OriginalModel:
 
     @property
     def modes(self) -> tuple[bool, ...]:
-        """train or eval, of every module."""
-        return tuple([part.training for part in self.parts.values()])
+        """train or eval, of every module; last whether values of parametrizations are cached."""
+        modes = [part.training for part in self.parts.values()]
+        return (*modes, parametrization_cache() is not None) if self._parametrized else tuple(modes)
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
@@ -346,6 +352,7 @@ class OriginalModel:
         with deepcopy_functions(ids_in_model(self.model)):
             made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         made._without_values(self.absent)  # versions of copies differ
+        made.taken_from = {}  # globals lead a copy to what it is a copy of
         return made
 
     def adopt(self, absent: Iterable[str] = ()) -> None:
@@ -367,6 +374,8 @@ class OriginalModel:
         model = self.model
         tensors = (*parameters_of(model).items(), *model.named_buffers(remove_duplicate=False))
         self.origins = {name: _identity_and_version(t) for name, t in tensors}
+        modules = model.named_modules(remove_duplicate=False)
+        self.taken_from = {name: weakref.ref(x) for name, x in (*tensors, *modules)}
 
     def check_unchanged(self, name: str, now: torch.Tensor, shown: str) -> None:
         """Raise :class:`CaptureError` if the user wrote to ``now`` after a submodule took it:
@@ -427,13 +436,35 @@ class OriginalModel:
         try:
             for path, module in modules.items():
                 module.training = self.parts[path].training
-            with hooks_during_trace(self.model, self.parts, self._standing_for()):
+            with hooks_during_trace(self.model, self.parts, self._standing_for()), self._users_own():
                 yield self.model
         finally:
             for path, training in before.items():
                 modules[path].training = training
             for b in buffers.values():
                 b.__dict__.pop(BUFFER_VALUES, None)
+
+    @contextlib.contextmanager
+    def _users_own(self) -> Iterator[None]:
+        """Inside, the user's modules are those of the skeleton, and tensors lead to its own.
+
+        A forward may reach them by a global.
+        """
+        given = {name: x for name, of in self.taken_from.items() if (x := of()) is not None} if self.adopted else {}
+        modules = {path: m for path, m in self.model.named_modules(remove_duplicate=False) if path in given}
+        held = [(x, vars(x)) for x in given.values() if isinstance(x, nn.Module)]
+        tensors = {**parameters_of(self.model), **dict(self.model.named_buffers(remove_duplicate=False))}
+        try:
+            for path, module in modules.items():
+                object.__setattr__(given[path], "__dict__", vars(module))
+            for name in tensors.keys() & given.keys():
+                setattr(tensors[name], TAKEN_FROM, given[name])
+            yield
+        finally:
+            for module, own in held:
+                object.__setattr__(module, "__dict__", own)
+            for tensor in tensors.values():
+                vars(tensor).pop(TAKEN_FROM, None)
 
     def _standing_for(self) -> dict[int, torch.Tensor]:
         """The model's tensors by id of the tensors in ``parts``."""
@@ -462,6 +493,10 @@ class OriginalModel:
         tensors = {name: self.tensor(name) for name in named}
         modules = {id(part): self.model.get_submodule(path) for path, part in self.parts.items()}
         carry_attributes(tensors, {id(t): named[name] for name, t in tensors.items()}, modules)
+
+
+def _has_parametrizations(model: nn.Module) -> bool:
+    return any("parametrizations" in module._modules for module in model.modules())
 
 
 def meta_buffers(model: nn.Module, names: Collection[str]) -> list[str]:

@@ -18,7 +18,12 @@ from autoshard.errors import AutoshardError, CaptureError
 from autoshard.module.dtensors.outputs import ShardedOutput
 from autoshard.module.model.closures import copy_with_memo
 from autoshard.module.model.submodules import shard_like
-from autoshard.passes.capture.exported.tensor_attributes import eager_tensor_class, user_attributes, with_user_class
+from autoshard.passes.capture.exported.tensor_attributes import (
+    MOVED_MARK,
+    eager_tensor_class,
+    user_attributes,
+    with_user_class,
+)
 from autoshard.passes.capture.polyfills.parameter_writes import ClampBounds
 from autoshard.passes.capture.refusals.aliasing import storages_of
 
@@ -79,8 +84,6 @@ def clamp_parameters(parameters: Iterable[tuple[Any, ClampBounds]]) -> None:
 
 log = logging.getLogger("autoshard")
 
-_MOVED_MARK = "_autoshard_left"
-"""attribute of a moved-from parameter: number of the sharded module that took it last"""
 _MODULE_NUMBERS = itertools.count()
 _MOVED_TO: weakref.WeakKeyDictionary[nn.Module, tuple[int, weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
 """sharded module → (its number, its model)"""
@@ -93,7 +96,7 @@ def mark_moved_from(model: nn.Module, inside: Collection[str], sharded: nn.Modul
     number, others = next(_MODULE_NUMBERS), {n for n, of in _MOVED_TO.values() if of() is not model}
     _MOVED_TO[sharded] = number, weakref.ref(model)
     named = dict(model.named_parameters())
-    if shared := [name for name, p in named.items() if name not in inside and getattr(p, _MOVED_MARK, None) in others]:
+    if shared := [name for name, p in named.items() if name not in inside and getattr(p, MOVED_MARK, None) in others]:
         log.warning(
             "%s shares %r (and %d more) with a model that is compiled, too: each sharded module has its own from now on. To "
             "train them as one, assign it: second.x = first.x",
@@ -102,7 +105,7 @@ def mark_moved_from(model: nn.Module, inside: Collection[str], sharded: nn.Modul
             len(shared) - 1,
         )
     for p in named.values():
-        setattr(p, _MOVED_MARK, number)
+        setattr(p, MOVED_MARK, number)
 
 
 @functools.cache
@@ -115,7 +118,7 @@ def _refuse_stale_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict
     if len(args) > 1 or kwargs.get("closure") is not None:  # the closure computes gradients
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if all(p.grad is None for p in parameters) and any(hasattr(p, _MOVED_MARK) for p in parameters):
+    if all(p.grad is None for p in parameters) and any(hasattr(p, MOVED_MARK) for p in parameters):
         raise AutoshardError(
             "this optimizer was made of the parameters of a model before autoshard.compile took them over, and none of them "
             "has a gradient: its step would train nothing. Make it of the sharded module's: Optimizer(sharded.parameters())."

@@ -23,6 +23,7 @@ from autoshard.passes.capture.export import TRACE_LOCK
 from autoshard.passes.capture.exported.example_inputs import argument_paths
 from autoshard.passes.capture.refusals.checks import check_dense
 from autoshard.runtime.transport.groups import once_per_initialisation
+from autoshard.torch_private.capture import parametrization_cache
 
 
 class HasMeeting(Protocol):
@@ -104,6 +105,20 @@ def check_call_leaves(model: nn.Module, leaves: Sequence[Any], spec: Any, device
                 "the module."
             )
         check_dense(x, partial(name, i))
+
+
+def check_parametrizations(before: Any, executable: Executable, title: str) -> Any:
+    """Refuse a second call in one ``parametrize.cached()`` that updates parametrizations, as spectral norm.
+
+    Eager would take the value of the first. ``before``: what the last call returned from here.
+    """
+    cache = parametrization_cache()
+    if cache is not None and cache is before and (written := executable.written_parametrizations):
+        raise CaptureError(
+            f"{title} is called again in one torch.nn.utils.parametrize.cached(), and each call of its program updates "
+            f"{written[0]!r}, which eager updates once. Use a cached() for each call, or eval()."
+        )
+    return cache
 
 
 def check_outside_tensors(outside: Iterable[torch.Tensor]) -> None:

@@ -19,14 +19,16 @@ import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import CaptureError, RuntimeMismatchError
-from autoshard.module.dtensors.outputs import shape_and_dtype
+from autoshard.module.dtensors.outputs import ShardedOutput, shape_and_dtype
+from autoshard.module.dtensors.views import record_view_source
 from autoshard.module.inputs import InputLayouts
 from autoshard.module.model.hooks import OutputSources, find_output_sources
 from autoshard.module.model.original import CallState
+from autoshard.module.programs.kv_cache import CachedShards
 from autoshard.passes.capture.exported.pytrees import constant_key
 from autoshard.passes.capture.exported.tensor_attributes import AttributeRead
 from autoshard.passes.codegen import root_class
-from autoshard.passes.ir.graph import Graph, Ref
+from autoshard.passes.ir.graph import Graph, OutputView, Ref
 from autoshard.passes.ir.sizes import (
     InputShapes,
     evaluate_length,
@@ -146,6 +148,11 @@ class Executable:
         return find_output_sources(self.graph)
 
     @cached_property
+    def written_parametrizations(self) -> list[str]:
+        """Buffers of parametrizations that the forward writes."""
+        return [fqn for fqn in self.graph.mutations if "parametrizations" in fqn.split(".")]
+
+    @cached_property
     def _stops(self) -> bool:
         """Whether a run may find that the program is for other integers or buffers."""
         text = str(self.graph)
@@ -222,6 +229,34 @@ class Executable:
             found[i] = x.detach() if is_free else x
         return found
 
+    def sharing_memory(self, leaves: Sequence[Any], given: Sequence[Any], own: Sequence[Any]) -> list[Any]:
+        """Outputs as views of each other and of the arguments ``given``, as in eager.
+
+        ``own``: the arguments as the program knows them: those with a part of a tensor differ.
+        """
+        found, names = list(leaves), self.graph.flat_inputs
+        values = solve_symbols(self.compiled.symbols, {n: x.shape for n, x in self.named(own).items()})
+        for (is_input, of), views in self._views.items():
+            owner = (given if is_input else found)[of]
+            if is_input and (type(owner) is not torch.Tensor or owner is not own[of]):
+                continue
+            written = is_input and names[of] in self._written
+            with torch.DisableTorchFunctionSubclass():
+                owner = _owner_of(owner, [(found[v.number], v.same) for v in views])
+                for view in views if owner is not None else ():
+                    if _can_be_view(found[view.number], owner, written):
+                        made = _as_view(found[view.number], owner, view, lambda n: evaluate_length(n, values))
+                        owner, found[view.number] = made
+                if not is_input and owner is not None:
+                    found[of] = owner
+        return found
+
+    @cached_property
+    def _views(self) -> dict[tuple[bool, int], list[OutputView]]:
+        """By owner; views of parts first: for them it may be copied into another memory order."""
+        views = sorted(self.graph.views, key=lambda v: v.same or str((v.stride, v.offset)) == str((v.memory, 0)))
+        return {key: [v for v in views if (v.is_input, v.of) == key] for key in {(v.is_input, v.of): 0 for v in views}}
+
     @cached_property
     def _without_gradient(self) -> Sequence[int]:
         """Numbers of the outputs without gradient."""
@@ -253,6 +288,58 @@ class Executable:
     @cached_property
     def _shapes(self) -> Callable[[InputShapes], Any]:
         return shape_function(self.global_shapes, self.compiled.symbols, self.compiled.source.inputs)
+
+
+def _owner_of(owner: Any, shown: Sequence[tuple[Any, bool]]) -> Any:
+    """``owner`` as a tensor of which all can be views; None if there is none.
+
+    ``shown``: outputs to become views, and whether eager gives ``owner`` itself. What stays sharded as
+    state for the next call does so only where no view is a plain tensor.
+    """
+    kinds = {type(x) for x in (owner, *(x for x, _ in shown))}
+    if not kinds <= {torch.Tensor, ShardedOutput, CachedShards}:
+        return None
+    if type(owner) is torch.Tensor or kinds == {ShardedOutput}:
+        return owner
+    if owner.requires_grad:
+        return None
+    whole = next((x for x, same in shown if same and type(x) is torch.Tensor), None)
+    if whole is not None:
+        return whole
+    return owner.whole() if isinstance(owner, CachedShards) else owner.full_tensor()
+
+
+def _can_be_view(made: Any, owner: Any, written: bool) -> bool:
+    """Whether output ``made`` can be a view of ``owner``, with its history."""
+    if (made.dtype, made.device) != (owner.dtype, owner.device):
+        return False
+    return not made.requires_grad or (owner.requires_grad and not written)
+
+
+def _as_view(made: Any, owner: Any, view: OutputView, length: Callable[[int], int]) -> tuple[Any, Any]:
+    """(``owner`` in the memory order of the trace, ``made`` as a view of it)."""
+    detached = owner.requires_grad and not made.requires_grad
+    if view.same and not detached:
+        return owner, owner
+    size, stride, memory = (tuple(map(length, lengths)) for lengths in (view.size, view.stride, view.memory))
+    place: tuple[Any, ...] = (stride, length(view.offset))
+    if view.same or (size, *place) == (owner.shape, memory, 0):
+        place = ()
+    elif isinstance(owner, DTensor) or view.is_input:
+        order = torch.empty(owner.shape, device="meta") if isinstance(owner, DTensor) else owner
+        if order.stride() != memory:
+            return owner, made
+    elif owner.stride() != memory:
+        owner = owner.new_empty_strided(owner.shape, memory).copy_(owner)
+    if isinstance(owner, DTensor):
+        return owner, record_view_source(owner, made, _view_in_memory, (detached, size, *place))
+    return owner, _view_in_memory(owner, detached, size, *place)
+
+
+def _view_in_memory(x: torch.Tensor, detached: bool, size: Any, stride: Any = None, offset: int = 0) -> torch.Tensor:
+    """A view of ``x``: all of it, or the part with this size, stride and offset from its start."""
+    x = x.detach() if detached else x
+    return x.view(size) if stride is None else x.as_strided(size, stride, x.storage_offset() + offset)
 
 
 @contextlib.contextmanager

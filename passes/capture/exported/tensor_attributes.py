@@ -20,8 +20,12 @@ from autoshard.passes.capture.exported.pytrees import constant_key
 
 TensorT = TypeVar("TensorT", bound=torch.Tensor)
 
+TAKEN_FROM = "_autoshard_taken_from"
+"""attribute of a skeleton's tensor during a capture: the user's, which a global may hold"""
+MOVED_MARK = "_autoshard_left"
+"""attribute of a moved-from parameter: number of the sharded module that took it last"""
 INTERNAL_ATTRIBUTES = frozenset(
-    ("_is_param", "_autoshard_left", "left_behind_by_a_trace", "_of", "_state", "autoshard_of")
+    ("_is_param", MOVED_MARK, TAKEN_FROM, "left_behind_by_a_trace", "_of", "_state", "autoshard_of")
 )
 """tensor attributes set by torch and autoshard"""
 _USER_CLASS = "_autoshard_kind"
@@ -113,7 +117,8 @@ def record_origins(
 ) -> dict[int, torch.Tensor]:
     """Mark tensors in the traced ``model`` by :class:`TraceOrigin`. Returns id of own → traced."""
     now = {name: x for name, x in parameters_and_buffers(model).items() if name in own}
-    traced = {id(own[name]): x for name, x in now.items()}
+    taken = ((vars(own[name]).get(TAKEN_FROM), x) for name, x in now.items())
+    traced = {id(own[name]): x for name, x in now.items()} | {id(old): x for old, x in taken if old is not None}
     for name, x in now.items():
         if x is not own[name]:
             x.autoshard_of = TraceOrigin(name, own[name], traced, read)  # type: ignore[attr-defined]

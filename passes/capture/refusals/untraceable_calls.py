@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autoshard.frames import frames_outwards, is_autoshard_file, is_torch_frame, is_users_file
+from autoshard.passes.capture.exported.tensor_attributes import MOVED_MARK
 from autoshard.passes.capture.observer import ObservedCall, Observer, ObserverAnswer, Patch, RefusalLog, TracedForward
 from autoshard.passes.capture.refusals.errors import IN_TRANSFORM_MESSAGE
 from autoshard.torch_private.autograd import is_functorch_wrapped_tensor
@@ -62,6 +63,11 @@ class OutsideTensors(Observer):
         read = _outside_reads.get()
         for x in outside:
             read.setdefault(id(x), (x, x._version))
+            if x.requires_grad and hasattr(x, MOVED_MARK):
+                raise self.refuse(
+                    f"the forward reads {_label(x)} {list(x.shape)}, a parameter that a sharded module took over when it was "
+                    "compiled: what is trained there does not reach it. Read the sharded module's, or a clone of it."
+                )
         trained = next((x for x in outside if x.requires_grad), None)
         if not self.training or trained is None:
             return result

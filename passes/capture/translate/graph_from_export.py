@@ -21,6 +21,7 @@ from torch.export.graph_signature import (
 from autoshard.aten import aten
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.example_inputs import Example, argument_paths, export_order, model_tensor
+from autoshard.passes.capture.exported.output_views import OUTPUT_VIEWS_KEY, with_lengths
 from autoshard.passes.capture.exported.provenance import (
     module_path_of,
     module_stack_of,
@@ -164,6 +165,7 @@ class _GraphBuilder:
             symbols=self.lengths.symbols(),
             flat_inputs=flat_inputs,
             training=self.training,
+            views=tuple(with_lengths(self.program.graph_module.meta[OUTPUT_VIEWS_KEY], self.length)),
         )
         return apply_rewrites(graph)
 
@@ -243,6 +245,8 @@ class _GraphBuilder:
         elif same := self.same(node, op, args):
             self.rename(node, same)
         else:
+            if op is aten.clone.default:  # also of what lies contiguously
+                kwargs = {**kwargs, "memory_format": torch.preserve_format} if _is_returned(node) else kwargs
             if op is aten.as_strided.default:
                 args, kwargs = self.in_memory(node, *args, **kwargs)[0], {}
             if op in READS_MEMORY_LAYOUT:
@@ -256,11 +260,14 @@ class _GraphBuilder:
         """A constant number or a length; None for anything else, such as data-dependent numbers."""
         return self.lengths.of(value) if is_input_length(value) else constant_number(value)
 
+    def length(self, n: Any) -> int:
+        return self.lengths.of(n) if is_input_length(n) else n
+
     def shape(self, value: torch.Tensor) -> list[int]:
-        return [self.lengths.of(n) if is_input_length(n) else n for n in value.shape]
+        return [self.length(n) for n in value.shape]
 
     def same(self, node: fx.Node, op: Any, args: Any) -> Ref | None:
-        if op is aten.clone.default and any(user.op == "output" for user in node.users):
+        if op is aten.clone.default and _is_returned(node):
             return None  # an output must not alias the operand
         if op is aten.clone.default and any(user.target is aten.as_strided.default for user in node.users):
             return None  # as_strided counts in the memory of the copy
@@ -425,3 +432,7 @@ class _GraphBuilder:
                     "program returns tensors. Return the tensor, detach()ed, and read the number outside."
                 )
         return tuple(outputs), mutations
+
+
+def _is_returned(node: fx.Node) -> bool:
+    return any(user.op == "output" for user in node.users)

@@ -65,6 +65,7 @@ IN_ONE_PROCESS = set(
     tensors_of_others_are_written a_cache_of_ones_own a_written_buffer_that_is_to_be_cut a_cache_handed_in_and_out
     models_that_share_parameters hooks_that_were_there_are_removed noise_by_a_hook hooks_that_observe_are_refused
     hooks_of_the_whole_and_of_tensors hooks_of_parameters_without_a_gradient
+    a_call_that_fails cached_parametrizations globals_that_are_parts outputs_that_share_memory
 """.split()
 )
 """what the fast run tries in one process: what torch and the model do, which is looked at before ranks matter; the others

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from state_harness import (
     close,
     full,
     ids,
+    once,
     pair,
     refused,
     rows,
@@ -365,3 +367,34 @@ def inference_mode_first(mesh: autoshard.Mesh) -> None:
         assert sharded(ids())[0].is_inference()
     both(model, sharded, lambda m: m.train())
     steps(model, sharded, ids(), ids(rows=3))
+
+
+class Looks(nn.Module):
+    """It counts and normalises before it looks up what may not be there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.table = nn.BatchNorm1d(8), nn.Embedding(5, 8)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        self.count.add_(1)
+        return (y + self.table(ids)).square().mean()
+
+
+@case
+def a_call_that_fails(mesh: autoshard.Mesh) -> None:
+    """Its buffers are what they were before, and later calls are eager's from there."""
+    model, sharded = pair(mesh, Looks, rows(), torch.arange(4))
+    for module in (model, sharded):
+        module(rows(), torch.arange(4))
+        before = {n: t.clone() for n, t in model.state_dict().items()}
+        with pytest.raises(IndexError):
+            module(rows(seed=5), torch.tensor([0, 1, 2, 9]))
+        if module is model:
+            assert not torch.equal(model.count, before["count"]), "eager keeps what was written until then"
+            model.load_state_dict(before)
+    same_state(sharded, model)
+    once(model, sharded, rows(seed=3), torch.arange(4))
+    same_state(sharded, model)

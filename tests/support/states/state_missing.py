@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from state_harness import Net, both, case, close, full, ids, pair, refused, same_gradients, same_state, steps
+from state_harness import Net, both, case, close, full, ids, pair, refused, rows, same_gradients, same_state, steps
 from torch import nn
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autoshard
@@ -80,3 +81,20 @@ def traced_by_others(mesh: autoshard.Mesh) -> None:
     with refused("a sharded module cannot be exported by torch.export"):
         torch.export.export(sharded, (ids(),), strict=False)
     sharded(ids())
+
+
+@case
+def pruned_after_compiling(mesh: autoshard.Mesh) -> None:
+    """Weights are masked by rank of all their entries; the model is another then, and says so."""
+    model, sharded = pair(mesh, lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), rows())
+    for m in (model, sharded):
+        every = [(m[0], "weight"), (m[1], "weight")]
+        prune.global_unstructured(every, pruning_method=prune.L1Unstructured, amount=0.3)
+    for n in (0, 1):
+        close(sharded[n].weight_mask, model[n].weight_mask)
+        close(sharded[n].weight, model[n].weight)
+    with refused("'0.weight' is no longer among the sharded module's tensors"):
+        sharded(rows())
+    model, sharded = pair(mesh, lambda: nn.Linear(8, 8), rows())
+    with torch.no_grad():
+        close(*(m.weight[m.weight > 0.1] for m in (sharded, model)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from collections.abc import Callable
@@ -88,6 +89,50 @@ def tensors_of_others_are_written(mesh: autoshard.Mesh) -> None:
         close(full(sharded(rows())), expected.square().mean())
         with torch.no_grad():
             teacher.weight.add_(1)
+
+
+class _Globals(nn.Module):
+    """What its forward reads by names of its module are its own parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.scale, self.encoder = nn.Linear(8, 8), GLOBALS.scale, GLOBALS.encoder
+        self.register_buffer("shift", GLOBALS.shift)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((GLOBALS.encoder(self.lin(x)) * GLOBALS.scale + GLOBALS.shift).square().mean(),)
+
+
+GLOBALS = SimpleNamespace()
+
+
+@case
+def globals_that_are_parts(mesh: autoshard.Mesh) -> None:
+    """A parameter, a buffer and a module that the forward reaches by a global are trained, in every later program."""
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        encoder = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8)).double()
+        vars(GLOBALS).update(encoder=encoder, scale=nn.Parameter(rows(1)[0]), shift=rows(1, seed=4)[0])
+        model: Any = _Globals().double()
+        module = autoshard.compile(model, mesh, (rows(),)) if compiled else model
+        optimizer, results = torch.optim.SGD(module.parameters(), 0.1), []
+        for train, n in ((True, 4), (False, 4), (True, 6), (False, 5)):
+            torch.manual_seed(n)
+            module.train(train).zero_grad()
+            with torch.set_grad_enabled(train):
+                results.append(full(module(rows(n))[0]))
+            if train:
+                results[-1].backward()
+                optimizer.step()
+                module.get_buffer("shift").add_(1)
+        found.append(results)
+    for a, b in zip(*found, strict=True):
+        close(b, a)
+    assert GLOBALS.encoder.training, "the user's own module stays as it was"
+    twin = copy.deepcopy(module)
+    with refused("a parameter that a sharded module took over when it was compiled"):
+        twin(rows(3))
 
 
 def _indexed(x: Any, y: Any) -> None:

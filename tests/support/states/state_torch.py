@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from state_harness import Net, Smooth, both, case, close, full, ids, pair, refused, rows, steps
 from torch import nn
+from torch.nn.utils import parametrize
 
 import autoshard
 
@@ -267,3 +268,50 @@ def another_default_device_around_the_first_call(mesh: autoshard.Mesh) -> None:
             sharded(x)
         sharded = autoshard.compile(copy.deepcopy(model), mesh, (x,))
     steps(model, sharded, ids())
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+class Parametrized(nn.Module):
+    """A weight that is computed, and read twice."""
+
+    def __init__(self, spectral: bool) -> None:
+        super().__init__()
+        self.lin, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+        if spectral:
+            nn.utils.parametrizations.spectral_norm(self.lin)
+        else:
+            parametrize.register_parametrization(self.lin, "weight", Doubled())
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.out(torch.tanh(self.lin(x)) + self.lin(x)).square().mean(),)
+
+
+@case
+def cached_parametrizations(mesh: autoshard.Mesh) -> None:
+    """``parametrize.cached()`` around a step, around the first call, around several; with what a call updates."""
+    for spectral in (False, True):
+        torch.manual_seed(0)
+        model = Parametrized(spectral).double()
+        with parametrize.cached():
+            sharded = autoshard.compile(copy.deepcopy(model), mesh, (rows(),))
+            steps(model, sharded, rows())
+        for n in (4, 6):
+            with parametrize.cached():
+                steps(model, sharded, rows(n))
+            steps(model, sharded, rows(n))
+        both(model, sharded, nn.Module.eval)
+        with parametrize.cached(), torch.no_grad():
+            for n in (4, 6, 5):
+                close(sharded(rows(n))[0], model(rows(n))[0])
+        both(model, sharded, nn.Module.train)
+        with parametrize.cached():
+            sharded(rows())
+            if spectral:
+                with refused(
+                    r"called again in one torch.nn.utils.parametrize.cached\(\).*Use a cached\(\) for each call"
+                ):
+                    sharded(rows())

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from state_cases_inputs import is_distributed, real
-from state_harness import case, close, pair, refused, rows, same_gradients
+from state_harness import case, close, full, pair, refused, rows, same_gradients
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -55,8 +55,13 @@ def _alike(model: nn.Module, sharded: Any, do: Do, what: str, rtol: float = 1e-9
                 raise AssertionError(what) from error
             results.append(str(error)[:30])
     if isinstance(results[0], str):
-        assert isinstance(results[1], str), f"{what}: eager raises {results[0]}"
-        return
+        if isinstance(results[1], str):
+            return
+        assert not is_distributed(sharded), f"{what}: eager raises {results[0]}"
+        model.zero_grad()  # in one process outputs are copies of what the backward needs
+        torch.manual_seed(0)
+        results[0] = do(model(rows()).clone())
+        results[0].backward()
     close(results[1], results[0], what, rtol)
     same_gradients(sharded, model, rtol)
 
@@ -182,6 +187,90 @@ def outputs_written_to(mesh: autoshard.Mesh) -> None:
                 assert isinstance(y, DTensor)
                 with refused(r"t_\(\) changes the shape of an output .* take the result of t\(\)", LayoutError):
                     y.t_()
+
+
+class Shared(nn.Module):
+    """Outputs in the memory of others, of inputs, and apart: copies, and what a function of its own returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.up = nn.Linear(8, 8), nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> Any:
+        y, (left, right) = self.lin(x), self.up(x).chunk(2, -1)
+        apart = {
+            "clone": y.clone(),
+            "copy": y.t().reshape(-1),
+            "reversed": _Reversed.apply(y),
+            "left": left,
+            "right": right,
+        }
+        return (
+            {
+                "view": y[:, 1:4],
+                "all": y,
+                "again": y,
+                "inner": y[:, 1:4][1:],
+                "turned": y.T,
+                "heads": y.view(-1, 2, 4),
+            },
+            {"detached": y.detach(), "a column of it": y.detach()[:, 2], "wide": y[:, :1].expand(-1, 3)},
+            {"input": other, "part": other[1:], "flat": other.reshape(-1), "sum": other.sum()},
+            apart,
+        )
+
+
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return -gradient
+
+
+@case
+def outputs_that_share_memory(mesh: autoshard.Mesh) -> None:
+    """A write to any of them is one to those, as in eager: without gradients, and with them."""
+    other = rows(4, 6, seed=2)
+    for cut in (ROWS, COLUMNS):
+        hints = {"lin": cut}
+        model, sharded = pair(real(mesh), Shared, rows(), other, hints=hints)
+        names = [(i, name) for i, outputs in enumerate(model(rows(), other)) for name in outputs]
+        for grad in (False, True):
+            for at, name in names:
+                if grad and (at == 2 or name in ("wide", "left", "right", "reversed")):
+                    continue  # eager refuses the write, or it is one into the given tensor
+                results: list[Any] = []
+                for module in (model, sharded):
+                    module.zero_grad()
+                    given = other.clone()
+                    with torch.set_grad_enabled(grad):
+                        found = module(rows(), given)
+                        (found[0]["view"] if name == "wide" else found[at][name]).mul_(2)
+                        if grad:
+                            del found[3]["reversed"]  # eager refuses to read it after the write
+                        leaves = [*pytree.tree_leaves(found), given]
+                    if grad:
+                        sum((x * (n + 1)).pow(2).sum() for n, x in enumerate(leaves) if x.requires_grad).backward()
+                    results.append((found, leaves))
+                written = f"written to {name!r}, grad {grad}"
+                for n, (a, b) in enumerate(zip(results[1][1], results[0][1], strict=True)):
+                    expected = full(b).detach()
+                    torch.testing.assert_close(
+                        full(a).detach(), expected, msg=lambda m, n=n, w=written: f"{w}, {n}: {m}"
+                    )
+                if grad:
+                    same_gradients(sharded, model)
+                assert results[1][0][0]["all"] is results[1][0][0]["again"]
+    with torch.no_grad():
+        model, sharded = pair(mesh, Shared, rows(), other, dynamic=True)
+        for module in (model, sharded):
+            results.append(module(rows(6), rows(6, 6))[0])
+            results[-1]["inner"].zero_()
+    for a, b in zip(*map(pytree.tree_leaves, results[-2:]), strict=True):
+        close(b, a)
 
 
 @case
