@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from autoshard.aten import aten
 from autoshard.errors import PlanError
-from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
+from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs
+from autoshard.passes.ir.patterns import behind
+from autoshard.passes.ir.rewrite import NodeBuilder, rewrite
 from autoshard.passes.propagate.recompute import duplicable_nodes
 from autoshard.passes.rules.base import ops
 from autoshard.passes.rules.families.loss import CLASSES_LAST, class_dim_of
@@ -77,69 +78,48 @@ _ELEMENT_MOVERS = frozenset(
 
 def separable_means(graph: Graph) -> Graph:
     """``graph`` with the mean of each classification loss as a sum over a count of targets."""
-    types = dict(graph.types)
     whole: dict[str, str] = {}
-    nodes: list[Node] = []
     free = duplicable_nodes(graph)
-    for node in graph.nodes:
-        if node.op in COUNTED_LOSSES and node.argument("reduction") == MEAN_REDUCTION and len(node.outputs) == 1:
-            nodes += _sum_over_count(node, graph, types, whole, free)
-        else:
-            nodes.append(node)
-    return replace(graph, nodes=tuple(nodes), types=types)
+
+    def separated(build: NodeBuilder, node: Node) -> bool:
+        counted = node.op in COUNTED_LOSSES and node.argument("reduction") == MEAN_REDUCTION and len(node.outputs) == 1
+        if counted:
+            _build_sum_over_count(build, node, whole, free)
+        return counted
+
+    return rewrite(graph, separated)
 
 
-def _sum_over_count(
-    node: Node, graph: Graph, types: dict[str, TensorType], whole: dict[str, str], free: Collection[str]
-) -> Iterator[Node]:
-    (out,) = node.outputs
-    target: Ref = node.argument("target")
-    type_ = types[out]
-    total = f"{out}_sum"
-    types[total] = type_
+def _build_sum_over_count(build: NodeBuilder, node: Node, whole: dict[str, str], free: Collection[str]) -> None:
+    graph, (out,), target, weight = build.graph, node.outputs, node.argument("target"), node.argument("weight")
     args, kwargs = node.with_arguments(reduction=SUM_REDUCTION)
-    yield replace(node, name=f"{node.name}_sum", args=args, kwargs=kwargs, outputs=(total,))
-
-    def made(name: str, op: Any, *args: Any, **kwargs: Any) -> Node:
-        return replace(node, name=f"{node.name}_{name}", op=op, args=args, kwargs=kwargs, outputs=(f"{out}_{name}",))
-
-    def value(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Ref:
-        types[f"{out}_{name}"] = TensorType(shape, dtype)
-        return Ref(f"{out}_{name}")
-
-    positions = graph.shape(target)
-    weight = node.argument("weight")
-    if types[target.name].dtype.is_floating_point or (weight is None and _is_nothing_ignored(node, graph)):
-        logits = graph.shape(node.argument("self"))
-        samples = 1
-        for d, n in enumerate(logits):
-            samples *= 1 if d == class_dim_of(node, graph) else int(n)
-        yield replace(node, op=aten.div.Scalar, args=(Ref(total), samples), kwargs={})
+    total = build(node.op, *args, name=f"{out}_sum", **kwargs)
+    if graph.types[target.name].dtype.is_floating_point or (weight is None and _is_nothing_ignored(node, graph)):
+        along = class_dim_of(node, graph)
+        lengths = (int(n) for d, n in enumerate(graph.shape(node.argument("self"))) if d != along)
+        build.finish(aten.div.Scalar, total, math.prod(lengths))
         return
-    yield from _target_copy(target.name, graph, types, whole, free)
+    _copy_target(build, target.name, whole, free)
     target = Ref(whole.get(target.name, target.name))
-    valid = value("valid", positions, torch.bool)
-    yield made("valid", aten.ne.Scalar, target, node.argument("ignore_index"))
+    valid = build(aten.ne.Scalar, target, node.argument("ignore_index"), name=f"{out}_valid")
     if weight is None:
-        count = value("count", (), type_.dtype)
-        yield made("count", aten.sum.default, valid, dtype=type_.dtype)
+        count = build(aten.sum.default, valid, dtype=graph.types[out].dtype, name=f"{out}_count")
     else:
-        classes = value("classes", positions, types[target.name].dtype)
-        yield made("classes", aten.mul.Tensor, target, valid)
-        each = value("each", positions, types[weight.name].dtype)
-        yield made("each", aten.index.Tensor, weight, [classes])
-        counted = value("counted", positions, types[weight.name].dtype)
-        yield made("counted", aten.mul.Tensor, each, valid)
-        count = value("count", (), types[weight.name].dtype)
-        yield made("count", aten.sum.default, counted)
-    yield replace(node, op=aten.div.Tensor, args=(Ref(total), count), kwargs={})
+        each = build(
+            aten.index.Tensor,
+            weight,
+            [build(aten.mul.Tensor, target, valid, name=f"{out}_classes")],
+            name=f"{out}_each",
+        )
+        count = build(aten.sum.default, build(aten.mul.Tensor, each, valid, name=f"{out}_counted"), name=f"{out}_count")
+    build.finish(aten.div.Tensor, total, count)
 
 
 def _is_nothing_ignored(loss: Node, graph: Graph) -> bool:
     """Whether no label is ever ignored: the model itself computes class numbers (a teacher)."""
     value: Ref = loss.argument("target")
-    while (node := graph.producers.get(value.name)) is not None and node.op in _ELEMENT_MOVERS:
-        value = node.args[0]
+    value = behind(value, _ELEMENT_MOVERS, graph)
+    node = graph.producers.get(value.name)
     if node is None or loss.argument("ignore_index") >= 0:
         return False
     return _CLASS_NUMBER_OPS.get(node.op) == node.output_slots[node.outputs.index(value.name)]
@@ -173,20 +153,19 @@ def node_location(node: Node | None) -> str:
     return f"{node.op} in {node.fqn or '(root)'}" + (f" at {node.source}" if node.source else "")
 
 
-def _target_copy(
-    value: str, graph: Graph, types: dict[str, TensorType], whole: dict[str, str], free: Collection[str]
-) -> Iterator[Node]:
-    """A copy of the ops that make ``value``, unsharded for the count besides the loss's chunk.
+def _copy_target(build: NodeBuilder, value: str, whole: dict[str, str], free: Collection[str]) -> None:
+    """Copy the ops that make ``value``, unsharded for the count besides the loss's chunk.
 
     Only ops of inputs alone (``free``) are copied; of other values a micro-batch takes its chunk.
     """
-    node = graph.producers.get(value)
+    node = build.graph.producers.get(value)
     if node is None or value in whole or node.name not in free:
         return
     for name in node.inputs:
-        yield from _target_copy(name, graph, types, whole, free)
+        _copy_target(build, name, whole, free)
     for name in node.outputs:
         whole[name] = f"{name}_whole"
-        types[whole[name]] = types[name]
+        build.types[whole[name]] = build.types[name]
     copied: Node = map_refs(node, lambda ref: Ref(whole.get(ref.name, ref.name)))
-    yield replace(copied, name=f"{node.name}_whole", outputs=tuple(whole[name] for name in node.outputs))
+    outputs = tuple(whole[name] for name in node.outputs)
+    build.nodes.append(replace(copied, name=f"{node.name}_whole", outputs=outputs))

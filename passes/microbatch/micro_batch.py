@@ -18,8 +18,9 @@ from autoshard.errors import PlanError
 from autoshard.layout import P, Placement, R, Shard
 from autoshard.passes.ir.analyses import values_reached
 from autoshard.passes.ir.assignment import normalize_placement
-from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType, map_tree, walk
+from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType, map_tree
 from autoshard.passes.ir.program import Local, LocalCall
+from autoshard.passes.ir.rewrite import result_type, run_on_meta
 from autoshard.passes.microbatch.losses import (
     averaged_loss,
     loss_output,
@@ -375,9 +376,7 @@ class _MicroBatchBuilder:
             name = self._fresh(f"{node.outputs[0]}_{len(made)}")
             inner = replace(node, name=name, op=item.fn, args=item.args, kwargs=item.kwargs)
             inner = replace(inner, outputs=(name,), output_slots=(0,))
-            grad = any(self.types[r.name].grad for r in walk((item.args, item.kwargs)) if isinstance(r, Ref))
-            (result,) = self._evaluated(inner)
-            self.types[name] = TensorType(tuple(result.shape), result.dtype, grad and result.dtype.is_floating_point)
+            self.types[name] = result_type(inner.op, inner.args, inner.kwargs, self.types)
             made.append(inner)
             return Ref(name)
 
@@ -387,23 +386,10 @@ class _MicroBatchBuilder:
         self._check(last)
         yield from (*made, last)
 
-    def _evaluated(self, node: Node) -> Sequence[torch.Tensor]:
-        """The node's results on the meta device."""
-
-        def empty(item: Any) -> Any:
-            if not isinstance(item, Ref):
-                return torch.device("meta") if isinstance(item, torch.device) else item
-            type_ = self.types[item.name]
-            return torch.empty(type_.shape, dtype=type_.dtype, device="meta")
-
-        args, kwargs = map_tree(node.args, empty), map_tree(dict(node.kwargs), empty)
-        if any(a.name == "device" for a in node.op._schema.arguments):
-            kwargs["device"] = torch.device("meta")
-        return [x for x in pytree.tree_leaves(node.op(*args, **kwargs)) if isinstance(x, torch.Tensor)]
-
     def _check(self, node: Node) -> None:
         """Raise :class:`PlanError` if a local form gives results of wrong shape."""
-        results = self._evaluated(node)
+        leaves = pytree.tree_leaves(run_on_meta(node.op, node.args, node.kwargs, self.types))
+        results = [x for x in leaves if isinstance(x, torch.Tensor)]
         for slot, name in zip(node.output_slots, node.outputs, strict=True):
             if slot < len(results) and tuple(results[slot].shape) != self.types[name].shape:
                 raise PlanError(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from autoshard.aten import aten
 from autoshard.passes.capture.translate.canonicalize import remove_dead
-from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
+from autoshard.passes.ir.graph import Graph, Node, Ref
+from autoshard.passes.ir.patterns import behind
+from autoshard.passes.ir.rewrite import NodeBuilder, rewrite
 
 _SIZED_FILLS: dict[Any, Any] = {
     aten.zeros_like.default: aten.zeros.default,
@@ -26,19 +26,20 @@ _SIZED_FILLS: dict[Any, Any] = {
 
 def fills_by_size(graph: Graph) -> Graph:
     """``graph`` with fills by size, where no length is unknown."""
-    nodes = tuple(_without_template(node, graph) for node in graph.nodes)
-    return graph if nodes == graph.nodes else remove_dead(replace(graph, nodes=nodes))
+
+    def by_size(build: NodeBuilder, node: Node) -> bool:
+        fill, type_ = _SIZED_FILLS.get(node.op), graph.types[node.outputs[0]] if node.outputs else None
+        if fill is None or type_ is None or type_.unknown:
+            return False
+        value = [node.argument("fill_value")] if fill is aten.full.default else []
+        build.finish(fill, [*type_.shape], *value, dtype=type_.dtype)
+        return True
+
+    return _live(graph, rewrite(graph, by_size))
 
 
-def _without_template(node: Node, graph: Graph) -> Node:
-    if node.op not in _SIZED_FILLS:
-        return node
-    type_ = graph.types[node.outputs[0]]
-    if type_.unknown:
-        return node
-    value = [node.argument("fill_value")] if _SIZED_FILLS[node.op] is aten.full.default else []
-    args = ([*type_.shape], *value)
-    return replace(node, op=_SIZED_FILLS[node.op], args=args, kwargs={"dtype": type_.dtype})
+def _live(graph: Graph, made: Graph) -> Graph:
+    return graph if made is graph else remove_dead(made)
 
 
 _ARANGE_ARGUMENTS = {
@@ -53,11 +54,14 @@ _COLUMN_OPS = {aten.reshape.default, aten.unsqueeze.default}
 
 def indexing_as_gather(graph: Graph) -> Graph:
     """``graph`` with such an ``index`` as a ``gather`` along dim 1."""
-    types = dict(graph.types)
-    nodes: list[Node] = []
-    for node in graph.nodes:
-        nodes += _gather_nodes(node, graph, types) if _is_by_sample(node, graph) else (node,)
-    return graph if len(nodes) == len(graph.nodes) else remove_dead(replace(graph, nodes=tuple(nodes), types=types))
+
+    def gathered(build: NodeBuilder, node: Node) -> bool:
+        found = _is_by_sample(node, graph)
+        if found:
+            _build_gather(build, node)
+        return found
+
+    return _live(graph, rewrite(graph, gathered))
 
 
 def _is_by_sample(node: Node, graph: Graph) -> bool:
@@ -77,38 +81,23 @@ def _is_by_sample(node: Node, graph: Graph) -> bool:
 
 def _is_sample_range(numbers: Ref, samples: int, graph: Graph) -> bool:
     """Whether ``numbers`` is arange(samples)."""
-    node = graph.producers.get(numbers.name)
-    while node is not None and node.op in _COLUMN_OPS:
-        node = graph.producers.get(node.inputs[0])
+    node = graph.producers.get(behind(numbers, _COLUMN_OPS, graph).name)
     if node is None or node.op not in _ARANGE_ARGUMENTS:
         return False
     given = {name: node.argument(name) for name in _ARANGE_ARGUMENTS[node.op]}
     return graph.types[node.outputs[0]].shape == (samples,) and {"start": 0, **given} == {"start": 0, "end": samples}
 
 
-def _gather_nodes(node: Node, graph: Graph, types: dict[str, TensorType]) -> Iterator[Node]:
-    source, (_, positions) = node.args[0], node.argument("indices")
-    (out,), (samples, length, *rest) = node.outputs, graph.shape(source)
-    index, many = types[positions.name], math.prod(graph.shape(positions)[1:])
-
-    def made(name: str, op: Any, type_: TensorType, *args: Any, **kwargs: Any) -> Iterator[Node]:
-        types[f"{out}_{name}"] = type_
-        yield replace(node, name=f"{node.name}_{name}", op=op, args=args, kwargs=kwargs, outputs=(f"{out}_{name}",))
-
-    def value(name: str) -> Ref:
-        return Ref(f"{out}_{name}")
-
-    column, wide = (samples, many, *(1 for _ in rest)), (samples, many, *rest)
+def _build_gather(build: NodeBuilder, node: Node) -> None:
+    source, (_, at) = node.args[0], node.argument("indices")
+    (out,), (samples, length, *rest), many = node.outputs, build.shape(source), math.prod(build.shape(at)[1:])
     # Negative positions count from the end; others out of range still fail.
-    if index.dtype != torch.int64:
-        yield from made(
-            "long", aten._to_copy.default, index := replace(index, dtype=torch.int64), positions, dtype=torch.int64
-        )
-        positions = value("long")
-    yield from made("negative", aten.lt.Scalar, replace(index, dtype=torch.bool), positions, 0)
-    yield from made("from_end", aten.add.Tensor, index, positions, length)
-    yield from made("at", aten.where.self, index, value("negative"), value("from_end"), positions)
-    yield from made("column", aten.reshape.default, replace(index, shape=column), value("at"), list(column))
-    yield from made("wide", aten.expand.default, replace(index, shape=wide), value("column"), list(wide))
-    yield from made("gathered", aten.gather.default, replace(types[out], shape=wide), source, 1, value("wide"))
-    yield replace(node, op=aten.reshape.default, args=(value("gathered"), list(graph.shape(out))), kwargs={})
+    if build.types[at.name].dtype != torch.int64:
+        at = build(aten._to_copy.default, at, dtype=torch.int64, name=f"{out}_long")
+    negative = build(aten.lt.Scalar, at, 0, name=f"{out}_negative")
+    from_end = build(aten.add.Tensor, at, length, name=f"{out}_from_end")
+    at = build(aten.where.self, negative, from_end, at, name=f"{out}_at")
+    column = build(aten.reshape.default, at, [samples, many, *(1 for _ in rest)], name=f"{out}_column")
+    wide = build(aten.expand.default, column, [samples, many, *rest], name=f"{out}_wide")
+    gathered = build(aten.gather.default, source, 1, wide, name=f"{out}_gathered")
+    build.finish(aten.reshape.default, gathered, list(build.shape(Ref(out))))

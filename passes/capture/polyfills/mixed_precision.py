@@ -21,7 +21,8 @@ from autoshard.aten import aten
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.pytrees import register_types
 from autoshard.passes.capture.observer import Observer, Patch
-from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.rewrite import NodeBuilder, rewrite
 from autoshard.precision import Precision
 from autoshard.runtime.transport.torch_state import autocast_state
 
@@ -82,14 +83,15 @@ def with_shared_casts(graph: Graph) -> Graph:
         return graph
     parameters = {i.name for i in graph.inputs if i.kind == "parameter" and graph.types[i.name].dtype == torch.float}
     first: dict[tuple[str, str], str] = {}
-    instead: dict[str, str] = {}
-    for node in graph.nodes:
-        if node.op == aten._to_copy.default and node.inputs[0] in parameters and node.kwargs.keys() == {"dtype"}:
-            (name,) = node.outputs
-            instead[name] = first.setdefault((node.inputs[0], str(node.kwargs["dtype"])), name)
-    types = {name: t for name, t in graph.types.items() if instead.get(name, name) == name}
-    nodes = tuple(n for n in graph.nodes if all(o in types for o in n.outputs))
-    return replace(graph, nodes=nodes, types=types).renamed(instead)
+
+    def shared(build: NodeBuilder, node: Node) -> bool:
+        if node.op is not aten._to_copy.default or node.inputs[0] not in parameters or node.kwargs.keys() != {"dtype"}:
+            return False
+        (name,) = node.outputs
+        build.renamed[name] = first.setdefault((node.inputs[0], str(node.kwargs["dtype"])), name)
+        return build.renamed[name] != name
+
+    return rewrite(graph, shared)
 
 
 class AutocastDecompositions(Observer):
