@@ -6,7 +6,6 @@ program again."""
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache, partial, partialmethod
@@ -16,7 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch.export import exported_program
-from torch.export.graph_signature import InputKind, OutputKind, SymIntArgument, TensorArgument
+from torch.export.graph_signature import InputKind, OutputKind
 
 from autoshard.aten import aten
 from autoshard.passes.capture.observer import Patch, patched
@@ -66,10 +65,10 @@ def expand_composites(
     """Expand in place all nodes of ``program`` that do not stay; whether that was possible.
 
     ``is_allowed``: whether an op may result. On False ``program`` is unchanged: another op resulted, a
-    length is symbolic, or a subgraph is no :data:`GRAD_MODE_REGION`. Nodes get the names of a new trace; only
-    their numbers may differ in programs with unread values.
+    length is symbolic, or a subgraph is no :data:`GRAD_MODE_REGION`. Numbers in names, and names of outputs,
+    are those of a new trace only after ``inline_regions``.
     """
-    module, old = program.graph_module, program.graph_module.graph
+    module = program.graph_module
     same: dict[fx.Node, Any] = {}
     nodes = list(_inlined_nodes(module, same))
     values = [leaf for node in nodes for leaf in pytree.tree_leaves(node.meta.get("val"))]
@@ -96,10 +95,11 @@ def expand_composites(
             if new[node] is None:
                 return False
         else:
-            new[node] = _copy_node(graph, node, new)
+            new[node] = graph.node_copy(node, new.__getitem__)
+            if node.op == "placeholder":
+                new[node].name = node.name  # a new graph would rename ``input``, which shadows a builtin
         if functional_variant(node.target) is not None:
             new.update(dict.fromkeys(names, new[node]))
-    _rename_outputs(program, {node.name: new[node].name for node in old.nodes if isinstance(new.get(node), fx.Node)})
     module.graph = graph
     module.delete_all_unused_submodules()
     module.recompile()
@@ -202,26 +202,9 @@ def _is_same_list(these: list[Any], those: Any) -> bool:
     return isinstance(those, list | tuple) and len(these) == len(those) and all(map(operator.is_, these, those))
 
 
-def _copy_node(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, Any]) -> fx.Node:
-    """A copy of ``node``, named after its op as a trace names it."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: new[n])
-    name = _trace_name(graph, node.target) if node.op == "call_function" else node.name
-    made = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
-    made.meta = node.meta
-    if node.op == "placeholder":
-        made.name = node.name  # a new graph would rename ``input``, which shadows a builtin
-    return made
-
-
 def _trace_name(graph: fx.Graph, target: Any) -> str | None:
     """The name that a trace gives, without a number."""
     return graph._target_to_str(target.overloadpacket.__name__) if isinstance(target, OpOverload) else None
-
-
-def _rename_outputs(program: torch.export.ExportedProgram, names: dict[str, str]) -> None:
-    for spec in program.graph_signature.output_specs:
-        if isinstance(spec.arg, TensorArgument | SymIntArgument):
-            spec.arg = dataclasses.replace(spec.arg, name=names[spec.arg.name])
 
 
 ORIGIN = "autoshard_origin"
