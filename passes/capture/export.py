@@ -360,7 +360,7 @@ class _TracedCall:
                     if module is not model:
                         write_buffers_in_place(module, owned)
                 check_attribute_writes(model, attributes, parameters)
-                record_left_state(model, before)
+                record_left_state(before)
                 return output
             except Exception as error:
                 self.error = error

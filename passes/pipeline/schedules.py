@@ -123,11 +123,6 @@ class Timeline:
         return tuple(sum(span.end - span.start for span in spans) for spans in self.ranks)
 
     @property
-    def work_s(self) -> float:
-        """Seconds of the busiest rank's actions."""
-        return max(self.busy_s)
-
-    @property
     def bubble_s(self) -> float:
         """Bubble: seconds that the busiest rank waits for other stages and messages."""
         return self.end_s - max(busy + once for busy, once in zip(self.busy_s, self.once, strict=True))

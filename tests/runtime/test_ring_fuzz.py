@@ -214,5 +214,5 @@ def test_where_all_weights_are_dropped_nothing_is_left(way: Callable[[Case], Cas
 def test_what_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: sinks that take no weight."""
     right = ring_task.sink_scores
-    monkeypatch.setattr(ring_task, "sink_scores", lambda job, sinks, *rest: right(job, sinks - 50.0, *rest))
+    monkeypatch.setattr(ring_task, "sink_scores", lambda sinks, *rest: right(sinks - 50.0, *rest))
     assert error(next(s for s in range(100) if drawn(s)["sinks"])) > 1e-3

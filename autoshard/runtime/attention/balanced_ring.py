@@ -135,7 +135,7 @@ def balanced_forward(
     yield from way.around(own, other, take)
     out, sums = result
     if sinks is not None:
-        out, sums = tile.merge_by_log_sum_exp(out, sums, torch.zeros_like(out), sink_scores(job, sinks, level, query))
+        out, sums = tile.merge_by_log_sum_exp(out, sums, torch.zeros_like(out), sink_scores(sinks, level, query))
     out = out.to(query.dtype)
     return out, query, key, value, sinks, mask, dropout_mask, out, sums
 
@@ -175,7 +175,7 @@ def balanced_backward(job: RingTask, gradient: torch.Tensor, saved: Sequence[Any
 
     yield from way.around(own, other, take)
     found = [x.whole().to(query.dtype) for x in (of_query, *of_keys)]
-    return *found, sinks_gradient(job, sinks, level, query, gradient, out, sums)
+    return *found, sinks_gradient(sinks, level, query, gradient, out, sums)
 
 
 def _own_tile(job: RingTask) -> HelperShare:

@@ -184,7 +184,7 @@ def chunked_backward(job: RingTask, gradient: torch.Tensor, saved: Sequence[Any]
     if job.folded:
         (plain,), unfolding = yield from job.swap((plain,), (job.rows,), True)
         unfolding()
-    of_sinks = sinks_gradient(job, sinks, level, query, gradient, out, sums)
+    of_sinks = sinks_gradient(sinks, level, query, gradient, out, sums)
     return plain, *(x.tensor for x in of_keys), of_sinks
 
 
@@ -197,7 +197,7 @@ def _chunk_results(
         job._replace(folded=False), ALL_AT_ONCE, query, here[0], here[1], (mask, level), dropout_mask
     ):
         rows.add(t.rows, *tile.tile_forward(q, k, v, masking, job.scale))
-    return rows.whole(query.dtype, sink_scores(job, sinks, level, query))
+    return rows.whole(query.dtype, sink_scores(sinks, level, query))
 
 
 def _chunk_gradients(

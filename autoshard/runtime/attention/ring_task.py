@@ -184,7 +184,7 @@ def masking_of(
     return Masking(aligned, bias, noise, own_level, job.spec.soft_cap)
 
 
-def sink_scores(job: RingTask, sinks: torch.Tensor | None, level: torch.Tensor | None, query: torch.Tensor) -> Any:
+def sink_scores(sinks: torch.Tensor | None, level: torch.Tensor | None, query: torch.Tensor) -> Any:
     """The sink score of every row [..., h, s]; None without sinks."""
     if sinks is None:
         return None
@@ -193,13 +193,13 @@ def sink_scores(job: RingTask, sinks: torch.Tensor | None, level: torch.Tensor |
 
 
 def sinks_gradient(
-    job: RingTask, sinks: torch.Tensor | None, level: torch.Tensor | None, query: torch.Tensor, *results: torch.Tensor
+    sinks: torch.Tensor | None, level: torch.Tensor | None, query: torch.Tensor, *results: torch.Tensor
 ) -> Any:
     """Gradient of ``sinks`` [h]; ``results``: gradient of the result, result, log-sum-exp."""
     if sinks is None:
         return None
     gradient, out, sums = results
-    weights = (sink_scores(job, sinks, level, query) - sums).exp()
+    weights = (sink_scores(sinks, level, query) - sums).exp()
     lost = -weights * (upcast(gradient) * upcast(out)).sum(-1)
     return lost.sum_to_size(lost.shape[-2], 1).view_as(sinks).to(sinks.dtype)
 
@@ -280,7 +280,7 @@ def ring_forward(
         if arrival is not None:
             key, value = arrival()
     folding()  # needed even if no received row sees a key
-    out, sums = result.whole(query.dtype, sink_scores(job, sinks, level, query))
+    out, sums = result.whole(query.dtype, sink_scores(sinks, level, query))
     plain = out
     if job.folded:
         (plain,), unfolding = yield from job.swap((out,), (job.rows,), True)
@@ -323,7 +323,7 @@ def ring_backward(job: RingTask, gradient: torch.Tensor, saved: Sequence[Any]) -
     if behind is not None:
         _add_returned_gradients(job, owns, behind, before)
     of_keys: Sequence[torch.Tensor] = [x.to(query.dtype) for x in owns]
-    of_sinks = sinks_gradient(job, sinks, level, query, gradient, out, sums)
+    of_sinks = sinks_gradient(sinks, level, query, gradient, out, sums)
     if len(job.swapped) > 1:
         (of_rows, *of_keys), unfolding = yield from job.swap((of_rows, *of_keys), job.swapped, True)
     unfolding()

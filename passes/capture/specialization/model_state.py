@@ -160,7 +160,7 @@ def check_created_state(before: StateBeforeCall) -> None:
                 )
 
 
-def record_left_state(model: nn.Module, before: StateBeforeCall) -> None:
+def record_left_state(before: StateBeforeCall) -> None:
     """Record attributes that differ from ``before`` the call that has ended."""
     found, grows = _left_state.get(), _growing_state.get()
     found.clear()
