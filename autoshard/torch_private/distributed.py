@@ -1,4 +1,4 @@
-"""What is loaded when it is called: the store of processes, and the placement of strided shards."""
+"""What is loaded when it is called: the store of processes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,3 @@ def default_store() -> Any:
     with by_name:
         from torch.distributed.distributed_c10d import _get_default_store
     return _get_default_store()
-
-
-def strided_shard(dim: int, split_factor: int, parts: tuple[int, ...]) -> Any:
-    """The placement of a dim of which each rank holds several chunks: torch's, if they are equal."""
-    from autoshard.torch_private.dtensor import SegmentShard, StridedShard
-
-    return SegmentShard(dim, split_factor, parts) if split_factor < 0 else StridedShard(dim, split_factor=split_factor)

@@ -47,6 +47,11 @@ class SegmentShard(StridedShard):
     __str__ = __repr__
 
 
+def strided_shard(dim: int, split_factor: int, parts: tuple[int, ...] = ()) -> Any:
+    """The placement of a dim of which each rank holds several chunks: torch's, if they are equal."""
+    return SegmentShard(dim, split_factor, parts) if split_factor < 0 else StridedShard(dim, split_factor=split_factor)
+
+
 def dispatch_subclass(kind: type[DTensor]) -> None:
     """Have optimizers take lists of ``kind``, a subclass of DTensor, as they take DTensors.
 

@@ -228,8 +228,8 @@ def _batch_operations(graph: Graph, found: Separation, asked: Mapping[str, Place
         for i in graph.inputs
         if i.kind == "input" and i.name not in asked and not lengths.isdisjoint(enumerate(graph.types[i.name].shape))
     }
-    found = values_reached(graph, reached)
-    return {node.name for node in graph.nodes if not found.isdisjoint(node.inputs)}
+    moved = values_reached(graph, reached)
+    return {node.name for node in graph.nodes if not moved.isdisjoint(node.inputs)}
 
 
 def _request_text(count: int) -> str:

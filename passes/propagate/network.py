@@ -174,9 +174,9 @@ class LayoutNetwork:
         own: dict[Any, StepTables] = {}
         made: dict[Any, tuple[StepTables, CompactMatrix | None]] = {}
         of = [(v.size, *map(id, v.terms.values())) for v in self.variables.values()]
-        for v, key in zip(self.variables.values(), of, strict=True):
-            if key not in own:
-                own[key] = tables_of_step(v.parts, (v.size,), *hides)
+        for v, of_terms in zip(self.variables.values(), of, strict=True):
+            if of_terms not in own:
+                own[of_terms] = tables_of_step(v.parts, (v.size,), *hides)
         keys = [tables.key(link) for link in self.links]
         for link, key in zip(self.links, keys, strict=True):
             if key not in made:  # unfolded parts are several times as large: not kept
@@ -299,7 +299,7 @@ class LayoutNetwork:
             again = [not passive and (tag == 2 or (tag == 1 and can_redraw(node))) for tag in tags]
             terms = {"operation": space.parts.map(partial(np.tile, reps=len(tags)))}
             if any(again):
-                terms["again"] = space.again.map(partial(np.kron, np.array(again)))
+                terms["again"] = space.again.map(lambda x: np.kron(np.array(again), x))
             kept = np.concatenate([np.zeros_like(own) if passive else work if a else own + work for a in again])
             self.known[key] = terms, kept if kept.any() else None
         return NetworkVariable(space.choices, tags, *self.known[key])

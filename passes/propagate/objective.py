@@ -299,7 +299,7 @@ class _Alternatives:
         """Edges of ``node`` with all its strategies; their end at ``node`` is named :data:`_OWN`."""
         for read in operand_reads(node, space):
             source = self.network.sources[read.name]
-            yield ValueEdge(*source, _OWN, EdgeSide(read.placed), read.name, *read[3:])
+            yield ValueEdge(*source, _OWN, EdgeSide(read.placed), read.name, read.mask, read.spared, read.ways)
         made = dict(zip(node.outputs, space.outputs, strict=True))
         variable = f"node:{node.name}"
         for link in self.network.links_of[variable]:
