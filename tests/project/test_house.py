@@ -55,14 +55,14 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 72363,
-    "tokens": 619776,
-    "lines over 100 columns": 4331,
-    "files": 331,
+    "lines": 72262,
+    "tokens": 617150,
+    "lines over 100 columns": 4302,
+    "files": 332,
     "files under 60 lines": 10,
     "names at module level in 3 or more files": 6,
-    "numeric constants at module level": 170,
-    "private names of torch, however imported": 108,
+    "numeric constants at module level": 168,
+    "private names of torch, however imported": 110,
     "private paths of torch": 41,
     "files that name a private path of torch": 9,
     "functions with more than 10 parameters": 2,

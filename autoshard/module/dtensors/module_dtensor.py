@@ -35,7 +35,6 @@ from autoshard.runtime.transport.autograd import NoneGradFunction
 from autoshard.runtime.transport.groups import cleared_with_groups
 from autoshard.torch_private.dtensor import (
     DTensorSpec,
-    SegmentShard,
     StridedShard,
     TensorMeta,
     dispatch_subclass,
@@ -249,6 +248,7 @@ _enter_class(ModuleDTensor)
 
 def module_dtensor(local: torch.Tensor, spec: DTensorSpec) -> ModuleDTensor:
     """The tensor of a module with this local shard; not differentiable."""
+    local = local.detach() if local.requires_grad else local
     found: ModuleDTensor = new_dtensor(ModuleDTensor, local, spec, requires_grad=False)
     return found
 
@@ -262,7 +262,7 @@ def is_owned(x: object) -> bool:
 
 
 def _has_segments(placement: Any) -> bool:
-    return isinstance(placement, SegmentShard)
+    return hasattr(placement, "parts")
 
 
 def has_torch_layout(spec: Any) -> bool:
