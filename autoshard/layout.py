@@ -21,7 +21,7 @@ from typing import Any, Union
 
 from autoshard.errors import LayoutError
 from autoshard.mesh import Mesh, MeshLike
-from autoshard.torch_private.dtensor import strided_shard
+from autoshard.torch_private.distributed import strided_shard
 
 
 @dataclass(frozen=True, slots=True)

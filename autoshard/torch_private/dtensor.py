@@ -25,33 +25,6 @@ with by_name:
     """ops that DTensor runs with one generator state for all ranks"""
 
 
-class SegmentShard(StridedShard):
-    """A dim sharded segment by segment, in the ratio ``parts``; its split factor is negative."""
-
-    parts: tuple[int, ...]
-
-    def __init__(self, dim: int, split_factor: int, parts: tuple[int, ...]) -> None:
-        super().__init__(dim, split_factor=split_factor)
-        self.parts = parts
-
-    def _split_tensor(  # type: ignore[override]
-        self, full: torch.Tensor, ranks: int, *, with_padding: bool = True, **_: Any
-    ) -> Any:
-        unit = full.shape[self.dim] // sum(self.parts)
-        chunks = [part.chunk(ranks, self.dim) for part in full.split([n * unit for n in self.parts], self.dim)]
-        return [torch.cat(mine, self.dim) for mine in zip(*chunks, strict=True)], [0] * ranks if with_padding else []
-
-    def __repr__(self) -> str:
-        return f"_S({self.dim}, {':'.join(map(str, self.parts))})"
-
-    __str__ = __repr__
-
-
-def strided_shard(dim: int, split_factor: int, parts: tuple[int, ...] = ()) -> Any:
-    """The placement of a dim of which each rank holds several chunks: torch's, if they are equal."""
-    return SegmentShard(dim, split_factor, parts) if split_factor < 0 else StridedShard(dim, split_factor=split_factor)
-
-
 def dispatch_subclass(kind: type[DTensor]) -> None:
     """Have optimizers take lists of ``kind``, a subclass of DTensor, as they take DTensors.
 

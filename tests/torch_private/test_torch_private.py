@@ -15,7 +15,7 @@ from torch.utils import checkpoint
 
 import autoshard.torch_private
 from autoshard.errors import AutoshardError
-from autoshard.torch_private import SINCE, by_name, capture, dtensor, fake
+from autoshard.torch_private import SINCE, by_name, capture, distributed, dtensor, fake
 
 FILES = sorted(Path(autoshard.torch_private.__file__).parent.glob("[a-z]*.py"))
 NAMES = sorted({*SINCE, *(name for file in FILES for name in private_names(ast.parse(file.read_text("utf-8"))))})
@@ -81,7 +81,7 @@ def test_other_errors_stay_as_they_are() -> None:
         1 / 0  # noqa: B018
 
 
-def test_the_placement_of_equal_chunks_is_torchs() -> None:
-    placement = dtensor.strided_shard(1, split_factor=2)
+def test_what_is_loaded_at_the_call() -> None:
+    placement = distributed.strided_shard(1, split_factor=2)
     assert isinstance(placement, dtensor.StridedShard)
     assert (placement.dim, placement.split_factor) == (1, 2)
