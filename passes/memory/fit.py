@@ -39,7 +39,7 @@ plans work on little, and small models that move little hold little"""
 MIN_STEP_SECONDS = 1e-12
 """seconds: below every step that takes any time"""
 QUICKER_ROUNDS = 8
-"""searches for a quicker plan after the least-memory one fits"""
+"""searches for a plan quicker than one that fits"""
 PRICE_STEP = 16.0
 """factor on the worth of a second, until one plan fits and one does not"""
 MOMENT_WEIGHT_RATE = 4.0
@@ -49,7 +49,7 @@ CUT_ROUNDS = 10
 FIT_ROUNDS = 4
 """the same once one fits"""
 WIDE_GAP = 0.05
-"""gap between cost and bound, relative to the cost, from which on named strategies are searched"""
+"""gap between cost and bound, relative to the cost, from which on more is searched"""
 
 
 def search_within_memory(
@@ -87,6 +87,9 @@ def search_within_memory(
     if best.fits is None:
         raise PlanError(_budget_error(best.closest[1], budget, mesh))
     bound = planner.bound(budget)
+    if best.gap(bound) > WIDE_GAP:
+        excess = MOMENT_WEIGHT_RATE * _relative_excess(planner, best.fits[1])
+        best.of(_quicker_plans(planner, budget, excess, best.seconds))
     if best.gap(bound) > WIDE_GAP and planner.effort.branches:
         best.of(_plans_of_strategies(planner, baselines, best))
     return _with_bound(best.fits[0], bound), best.fits[1]
@@ -165,7 +168,6 @@ def _least_memory_plans(planner: Planner, budget: float, at_end: bool) -> Simula
         if memory.peak <= budget:
             planner.forget_cuts()
             planner.cut(_live(memory, at_end), budget, assignment)
-            yield from _quicker_plans(planner, budget, excess, _program_seconds(program))
             yield from _plans_within_cuts(planner, budget, at_end)
             return
         excess, rate = (

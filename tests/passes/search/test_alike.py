@@ -282,6 +282,7 @@ def test_what_is_prepared_needs_no_other_tables(tied: bool) -> None:
         assert lean.network.cost(found.choice) == pytest.approx(network.cost(found.choice))
         for one, other in zip(lean.rows, rows, strict=True):
             assert one.used(lean.network, found.choice) == pytest.approx(other.used(network, found.choice))
-        free = [LinearRow(of.network.nodes, (None,) * len(of.network.edges), 1e9) for of in (lean, full)]
+        ones = tuple(np.ones(vector.size) for vector in network.nodes)
+        free = [LinearRow(ones, (None,) * len(of.network.edges), 1e9) for of in (lean, full)]
         more = (Prepared(of.network, (*of.rows, row), of.alike) for of, row in zip((lean, full), free, strict=True))
         assert [of.solve().cost for of in more] == pytest.approx([found.cost] * 2)
