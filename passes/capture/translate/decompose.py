@@ -65,8 +65,8 @@ def expand_composites(
     """Expand in place all nodes of ``program`` that do not stay; whether that was possible.
 
     ``is_allowed``: whether an op may result. On False ``program`` is unchanged: another op resulted, a
-    length is symbolic, or a subgraph is no :data:`GRAD_MODE_REGION`. Numbers in names, and names of outputs,
-    are those of a new trace only after ``inline_regions``.
+    length is symbolic, or a subgraph is no :data:`GRAD_MODE_REGION`. Nodes get the names of a new trace, but for
+    their numbers and the names of outputs, which ``inline_regions`` writes.
     """
     module = program.graph_module
     same: dict[fx.Node, Any] = {}
@@ -95,7 +95,10 @@ def expand_composites(
             if new[node] is None:
                 return False
         else:
-            new[node] = graph.node_copy(node, new.__getitem__)
+            name = _trace_name(graph, node.target) if node.op == "call_function" else node.name
+            args, kwargs = fx.map_arg((node.args, node.kwargs), new.__getitem__)
+            new[node] = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+            new[node].meta = node.meta
             if node.op == "placeholder":
                 new[node].name = node.name  # a new graph would rename ``input``, which shadows a builtin
         if functional_variant(node.target) is not None:
