@@ -1,4 +1,4 @@
-"""Where one strategy ends and the next begins: predicted steps of experts' plans over that of the plan found, as a picture.
+"""Where one strategy ends and the next begins: predicted steps of named strategies over that of the plan found, as a picture.
 
     python benchmarks/crossovers.py          # writes docs/crossovers.svg
 

@@ -1,4 +1,4 @@
-"""The plan that is found against experts' plans, in the same cost model: predicted step and the ratio to the free plan.
+"""The plan that is found against named strategies, in the same cost model: predicted step and the ratio to the free plan.
 
     python benchmarks/experts.py                       # the small reference models and models of transformers
     python benchmarks/experts.py --large               # Llama-3 8B and 70B as well (minutes)
