@@ -290,7 +290,7 @@ def _step_collectives(
         )
     if again and step.is_collective:
         seconds = sum(seconds_between(graph, forward_matrices, program.graph.types[s.value], *way))
-        how = "(gathered again)" if s.parameter else RECOMPUTED_SUFFIX
+        how = REGATHERED_SUFFIX if s.parameter else RECOMPUTED_SUFFIX
         yield replace(first, phase="backward", seconds=seconds, reason=f"{reason} {how}")
 
 

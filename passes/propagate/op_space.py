@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autoshard.errors import RuleError
-from autoshard.layout import Partial, Placement
+from autoshard.layout import Owned, Partial, Placement, R
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.analyses import node_signature
 from autoshard.passes.ir.assignment import Placements, Strategy, cached_layout, can_combine_axes, normalize_placement
@@ -364,7 +364,7 @@ def _with_operand_each(node: Node, graph: Graph) -> tuple[Node, Graph]:
 
 
 def shard_spec(type_: TensorType, placed: Placements, mesh: Mesh) -> TensorSpec:
-    """The form of rank 0's contiguous shard, the largest."""
-    shape = costs.local_shape(type_.shape, placed, mesh)
+    """The form of rank 0's contiguous shard, the largest; rank 0 owns what lies on one rank."""
+    shape = costs.local_shape(type_.shape, tuple(R if isinstance(p, Owned) else p for p in placed), mesh)
     strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
     return TensorSpec(shape, strides, type_.dtype, type_.grad)

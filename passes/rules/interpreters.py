@@ -170,7 +170,7 @@ class AbstractRun:
         self, call: LocalCall, operands: Mapping[str, TensorSpec], used: tuple[int, ...]
     ) -> tuple[InternalCollective, ...]:
         given = {name: form.empty() for name, form in operands.items()}
-        made = _result_tensors(self._value(call, given))
+        made = _result_tensors(self._value(map_tree(call, _with_dense_gradients), given))
         ends = [x for slot, x in enumerate(made) if slot in used and x is not None and x.requires_grad]
         wanting = [x for x in given.values() if x.requires_grad]
         if ends and wanting:
@@ -238,6 +238,13 @@ class AbstractRun:
 
         self.comm.sent = []
         return map_tree(tree, value)
+
+
+def _with_dense_gradients(item: Any) -> Any:
+    """Meta tensors have no sparse gradients; ranks send the same with dense ones."""
+    if isinstance(item, LocalCall) and item.kwargs.get("sparse"):
+        return replace(item, kwargs={**item.kwargs, "sparse": False})
+    return item
 
 
 def _run_call(call: LocalCall, cpu: bool) -> Any:
@@ -434,9 +441,11 @@ class _SoleRankCommunicator(Communicator):
             return moved
         return self.execute(move, x)
 
-    def note(self, move: Move, size: float) -> None:
+    def note(self, move: Move, size: float, dtype: torch.dtype) -> None:
         """Record a message of ``size`` bytes."""
         what = {"max": "maxima", "min": "minima"}.get(move.op, _SENT_AS[move.kind])
+        if what == _SENT_AS["all_to_all"] and not dtype.is_floating_point:
+            what = "numbers of rows"
         what += " (backward)" if self.phase == "backward" else ""
         self.sent.append(InternalCollective(move.kind, move.axes, float(size), self.phase, what))
 
@@ -444,7 +453,7 @@ class _SoleRankCommunicator(Communicator):
         """Run ``move`` without autograd."""
         if move.verb in LOCAL:
             return self.local(move, x)
-        self.note(move, move.payload_bytes(x, self.size_of(move.axes), self.phase))
+        self.note(move, move.payload_bytes(x, self.size_of(move.axes), self.phase), x.dtype)
         if move.splits is not None:
             sent = move.splits.going(x)
             return move.splits.staying(sent.new_empty(sum(move.splits.received), *x.shape[1:]))
@@ -463,7 +472,7 @@ class _SoleRankCommunicator(Communicator):
         (hop,) = hops
         if isinstance(hop, Collective):
             return [partial(tuple, (self.execute(hop.move, hop.x),))]
-        self.note(hop.move, hop.bytes)
+        self.note(hop.move, hop.bytes, hop.tensors[0].dtype)
         return [partial(_empty_arrival, hop)]
 
     def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -55,9 +55,9 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 72262,
-    "tokens": 617150,
-    "lines over 100 columns": 4302,
+    "lines": 72285,
+    "tokens": 617427,
+    "lines over 100 columns": 4306,
     "files": 332,
     "files under 60 lines": 10,
     "names at module level in 3 or more files": 6,

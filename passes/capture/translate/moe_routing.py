@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard.aten import aten
+from autoshard.passes.capture.translate.canonicalize import remove_dead
 from autoshard.passes.capture.translate.moe_patterns import (
     ALL_ROWS,
     GATED,
@@ -47,7 +48,7 @@ def fuse_expert_routing(graph: Graph) -> Graph:
         return routing is not None
 
     made = rewrite(graph, fused)
-    return graph if made is graph else _count_table_wise_experts(made)
+    return graph if made is graph else _count_table_wise_experts(remove_dead(made))
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def _cross_entropy(node: Node, graph: Graph) -> Factors:
 def _spared_count(site: Site, c: InternalCollective) -> InternalCollective:
     """The count of "mean": with unsharded labels every rank counts all of them itself."""
     counts = set(c.axes) <= set(_batch_axes(site))
-    return replace(c, spared=site.node.positions["target"]) if counts else c
+    return replace(c, what="count", spared=site.node.positions["target"]) if counts else c
 
 
 def _batch_axes(site: Site) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ def test_what_lies_alike_is_one_object() -> None:
 
 def test_a_plan_is_made_without_source() -> None:
     example = nn.Linear(4, 4), {"tp": 2}, (torch.randn(4, 4),)
-    with patch("autoshard.compiler.codegen", side_effect=AssertionError("nobody asked")):
+    with patch("autoshard.plans.planning.codegen", side_effect=AssertionError("nobody asked")):
         assert autoshard.plan(*example).choices
         with pytest.raises(AssertionError, match="nobody asked"):
             autoshard.compile(*example)

@@ -20,11 +20,12 @@ from autoshard.layout import I, Layout, Owned, R, Shard
 from autoshard.passes.capture import capture
 from autoshard.passes.ir.graph import TensorType
 from autoshard.passes.lower.coalescing import group_look_ups
-from autoshard.passes.propagate import embedding_tables
+from autoshard.passes.propagate import embedding_tables, op_space
 from autoshard.passes.propagate.objective import alternatives, objective
 from autoshard.passes.propagate.op_space import OpSpaces
 from autoshard.passes.propagate.prices import coalescing
 from autoshard.passes.propagate.prices.roofline import optimizer_seconds
+from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.families import embedding
 from autoshard.plans.options import CompileOptions
 from autoshard.plans.planning import plan_graph
@@ -162,7 +163,8 @@ def test_what_is_looked_up_pays_for_the_one_message_that_brings_it(like: str, mo
     assert found.cost.merged_s == pytest.approx(0.0, abs=1e-4 * LATE.node.latency)
     monkeypatch.setattr(coalescing, "MAX_GROUPED_AXES", 0)
     monkeypatch.setattr(coalescing, "_coalesced_shares", lambda graph, waits: {})
-    monkeypatch.setattr(embedding, "_latency_share", lambda site: 1.0)
+    rules = {op: replace(rule_for(op), annotate=None) for op in embedding.LOOKUP_OPS}
+    monkeypatch.setattr(op_space, "rule_for", lambda op: rules.get(op) or rule_for(op))
     monkeypatch.setattr(embedding_tables, "groupable_lookups", lambda graph, mesh: ())
     latencies = sum(found.mesh.link("x").rate(c.kind)[0] for c in messages)
     assert features(like).cost.merged_s == pytest.approx(5 * latencies, rel=1e-2)
