@@ -54,6 +54,7 @@ CONTRACT = (
     "gradients_of_experts_twice",
     "sums_without_a_ring",
     "random_walks",
+    "a_model_names_its_own_plan",
 )
 SLOW = {
     "train_llama",

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -375,6 +375,16 @@ def one_program_for_all_lengths() -> None:
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         assert_close(sharded.full_gradients(), gradients, f"step {step}, gradient of")
     assert len(sharded.programs) == 1
+
+
+def a_model_names_its_own_plan() -> None:
+    class Named(nn.Sequential):
+        _tp_plan: ClassVar = {"0": "colwise", "2": "rowwise"}
+
+    model, x = Named(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).double(), torch.ones(3, 4, dtype=torch.float64)
+    sharded = autoshard.compile(copy.deepcopy(model), mesh(), (x,), like={"tp": "tp_plan"})
+    assert [str(sharded.plan.layouts[f"{i}.weight"]["tp"]) for i in (0, 2)] == ["S(0)", "S(1)"]
+    assert_close({"output": sharded(x)}, {"output": model(x)}, "named plan")
 
 
 def configuration(model: nn.Module) -> object:

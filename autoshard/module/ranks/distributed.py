@@ -56,6 +56,7 @@ from autoshard.module.ranks.rank_calls import gather_inputs, input_shard, inputs
 from autoshard.module.sharded_module import ShardedModule
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import Local, Program
+from autoshard.passes.propagate.named_strategies import expand_tp_plan
 from autoshard.passes.redistribute import redistribution, runtime_call
 from autoshard.passes.redistribute.resharding import without_fixed
 from autoshard.plans.options import CallArguments, CompileOptions, KnownLayouts
@@ -359,7 +360,7 @@ class DistributedModule(RankLocalModule):
         self, model: nn.Module, example: CallArguments, opts: CompileOptions, known: KnownLayouts, **options: Any
     ) -> Compiled:
         """Rank 0 plans, others follow its plan; an error of one rank is raised on all."""
-        agreement = self._agreement
+        agreement, opts = self._agreement, replace(opts, like=expand_tp_plan(model, opts.like))
         agreement.finish()
         graph = agreement.everywhere(lambda: capture_graph(model, *example, precision=opts.mixed_precision, **options))
         agreement.agree(("the graph captured from the model", zlib.crc32(str(graph).encode())))
