@@ -48,6 +48,8 @@ CUT_ROUNDS = 10
 """most searches within cuts while no plan fits"""
 FIT_ROUNDS = 4
 """the same once one fits"""
+NARROW_GAP = 0.001
+"""gap between cost and bound, relative to the cost, from which on limits are placed otherwise"""
 WIDE_GAP = 0.05
 """gap between cost and bound, relative to the cost, from which on more is searched"""
 
@@ -78,15 +80,17 @@ def search_within_memory(
     best = _BestPrograms(budget, (_with_bound(program, 0.0), memory), rough)
     del cheapest, program  # releases the search that found it
     held = micro_batches_held > 0  # activations of earlier micro-batches are there at any moment
+    bound = 0.0
     for at_end in dict.fromkeys((held, True)):
-        if best.fits is None:
+        if best.gap(bound) > NARROW_GAP:
             planner.forget_cuts()
             best.of(_plans_within_cuts(planner, budget, at_end))
+            bound = bound or (planner.bound(budget) if best.fits is not None else 0.0)
     if best.fits is None:
         best.of(_least_memory_plans(planner, budget, held))
     if best.fits is None:
         raise PlanError(_budget_error(best.closest[1], budget, mesh))
-    bound = planner.bound(budget)
+    bound = bound or planner.bound(budget)
     if best.gap(bound) > WIDE_GAP:
         excess = MOMENT_WEIGHT_RATE * _relative_excess(planner, best.fits[1])
         best.of(_quicker_plans(planner, budget, excess, best.seconds))

@@ -84,6 +84,8 @@ FORWARD_END = "end of the forward"
 """the moment at which all that is saved is there, and nothing is recomputed yet"""
 CLOSE_LIMITS = 0.02
 """share of the budget below which two limits are the same"""
+SLACK = 0.05
+"""share of the budget by which sums at the end of a pass may exceed it in a search"""
 LIMITED_EFFORT = 0.1
 """effort of a search under a limit, as a share of the effort of a proof"""
 
@@ -261,29 +263,33 @@ class Planner:
 
     def forget_cuts(self) -> None:
         """Lift the limits of all moments."""
-        self._cuts, self._prepared, self.prices = {}, None, ()
+        self._cuts, self._fitting, self._prepared, self.prices = {}, [], None, ()
 
     def within(self, budget: float) -> Assignment:
         """The fastest assignment within all rows, with the end of the forward and of the backward in
-        ``budget`` bytes per rank; without a lower bound. PlanError: nothing fits."""
-        found = self._under(budget, [cut.limit for cut in self._cuts.values()])
+        ``budget`` bytes per rank; without a lower bound. PlanError: nothing fits.
+
+        Sums at both ends may exceed the simulated peak: plans within :data:`SLACK` are simulated."""
+        spare = [max(x, SLACK * budget) for x in self._spare]
+        found = self._under(budget, [cut.limit for cut in self._cuts.values()], spare)
         return decode_assignment(self.network(limited=True)[0], replace(found, prove=None, lower_bound=0.0))
 
     def bound(self, budget: float) -> float:
         """Lower bound in seconds of assignments within ``budget`` bytes per rank; 0: none exist.
         Rows of :meth:`cut` are not exact, so they do not count."""
         try:
-            return max(0.0, self._under(budget, [math.inf] * len(self._cuts), rough=True).proven().lower_bound)
+            found = self._under(budget, [math.inf] * len(self._cuts), self._spare, rough=True)
+            return max(0.0, found.proven().lower_bound)
         except PlanError:
             return 0.0
 
-    def _under(self, budget: float, limits: Sequence[float], rough: bool = False) -> Solution:
-        """The fastest solution; its lower bound may be unproven. ``rough``: near the optimum, enough
-        for a bound."""
+    def _under(self, budget: float, limits: Sequence[float], spare: Sequence[float], rough: bool = False) -> Solution:
+        """The fastest solution; its lower bound may be unproven. ``spare``: bytes beyond ``budget`` at
+        both ends. ``rough``: near the optimum, enough for a bound."""
         self._free = None
         prepared = self._prepared = self._prepared or self._with_rows()
         built = self.network(limited=True)[1]
-        every = (*(row.limit for row in built.hiding), *(budget + spare for spare in self._spare), *limits)
+        every = (*(row.limit for row in built.hiding), *(budget + more for more in spare), *limits)
         start = (*self.prices, *(0.0,) * (len(every) - len(self.prices))) if self.prices else None
         effort = replace(self.effort, part=min(LIMITED_EFFORT, self.effort.part), rough=rough)
         found = prepared.solve(every, effort, prices=start)

@@ -55,13 +55,13 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 72285,
-    "tokens": 617427,
+    "lines": 72297,
+    "tokens": 617535,
     "lines over 100 columns": 4306,
     "files": 332,
     "files under 60 lines": 10,
     "names at module level in 3 or more files": 6,
-    "numeric constants at module level": 168,
+    "numeric constants at module level": 170,
     "private names of torch, however imported": 110,
     "private paths of torch": 41,
     "files that name a private path of torch": 9,

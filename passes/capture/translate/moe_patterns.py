@@ -28,9 +28,10 @@ ExpertIds = Ref | OneHotIds
 RULES = {
     "picked(x, rows)": "index(x, [rows]) | index_select(x, 0, rows)",
     "read(x)": "index(x, [rows]) | +index(unsqueeze(x, 0), [None, rows])",
-    "ranked(x)": "argsort(x, stable=_) | sort(x, stable=_)[1]",
+    "ranked(x)": "argsort(x, dim=_, stable=_) | sort(x, dim=_, stable=_)[1]",
     "quotient(x, n)": "floor_divide(x, n) | div(x, n, rounding_mode='floor') | div(x, n, rounding_mode='trunc')",
     "counted(ids)": "~cumsum(~bincount(ids, minlength=_), _, dtype=_)",
+    "multiplied(x, w, ends)": "_grouped_mm(x, w, ends) | grouped_mm(x, w, ends, full=_)",
     "turned(w)": "t(w) | transpose(w, 0, 1) | transpose(w, 1, 0) | permute(w, [1, 0])",
     "all_turned(w)": "transpose(w, 1, 2) | transpose(w, 2, 1)",
     "distinct()": "+topk(_, _, -1, _, _)[1]",
@@ -99,8 +100,8 @@ ProductForms = tuple[tuple[bool, str], ...]
 """(whether matrices are [.., in, out]; else [.., out, in]; the product of rows and matrices)"""
 
 GROUPED: ProductForms = (
-    (False, "(_grouped_mm | grouped_mm)(rows, all_turned(matrices), counted(flat))"),
-    (True, "(_grouped_mm | grouped_mm)(rows, matrices, counted(flat))"),
+    (False, "multiplied(rows, all_turned(matrices), counted(flat))"),
+    (True, "multiplied(rows, matrices, counted(flat))"),
 )
 DENSE: ProductForms = (
     (True, "einsum('td,edf->etf', rows, matrices) | einsum('etd,edf->etf', rows, matrices)"),
