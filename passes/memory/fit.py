@@ -44,6 +44,8 @@ PRICE_STEP = 16.0
 """factor on the worth of a second, until one plan fits and one does not"""
 MOMENT_WEIGHT_RATE = 4.0
 """exponential weight of a peak's moments in the next search, over moments that hold nothing"""
+SLACK = 0.05
+"""share of the budget by which sums at the end of a pass may exceed it; the simulation then decides"""
 CUT_ROUNDS = 10
 """most searches within cuts while no plan fits"""
 FIT_ROUNDS = 4
@@ -144,7 +146,7 @@ def _plans_within_cuts(planner: Planner, budget: float, at_end: bool) -> Simulat
         if fits and number >= FIT_ROUNDS:
             return
         try:
-            assignment = planner.within(budget)
+            assignment = planner.within(budget, SLACK)
         except PlanError:
             if not planner.loosen(budget):
                 return

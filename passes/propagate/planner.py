@@ -84,8 +84,6 @@ FORWARD_END = "end of the forward"
 """the moment at which all that is saved is there, and nothing is recomputed yet"""
 CLOSE_LIMITS = 0.02
 """share of the budget below which two limits are the same"""
-SLACK = 0.05
-"""share of the budget by which sums at the end of a pass may exceed it in a search"""
 LIMITED_EFFORT = 0.1
 """effort of a search under a limit, as a share of the effort of a proof"""
 
@@ -265,12 +263,11 @@ class Planner:
         """Lift the limits of all moments."""
         self._cuts, self._fitting, self._prepared, self.prices = {}, [], None, ()
 
-    def within(self, budget: float) -> Assignment:
+    def within(self, budget: float, slack: float = 0.0) -> Assignment:
         """The fastest assignment within all rows, with the end of the forward and of the backward in
-        ``budget`` bytes per rank; without a lower bound. PlanError: nothing fits.
-
-        Sums at both ends may exceed the simulated peak: plans within :data:`SLACK` are simulated."""
-        spare = [max(x, SLACK * budget) for x in self._spare]
+        ``budget`` bytes per rank; without a lower bound. PlanError: nothing fits. ``slack``: share of
+        the budget by which sums at both ends may exceed it, as they may exceed a simulated peak."""
+        spare = [max(x, slack * budget) for x in self._spare]
         found = self._under(budget, [cut.limit for cut in self._cuts.values()], spare)
         return decode_assignment(self.network(limited=True)[0], replace(found, prove=None, lower_bound=0.0))
 

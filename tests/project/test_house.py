@@ -55,9 +55,9 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 72297,
-    "tokens": 617535,
-    "lines over 100 columns": 4306,
+    "lines": 72296,
+    "tokens": 617543,
+    "lines over 100 columns": 4307,
     "files": 332,
     "files under 60 lines": 10,
     "names at module level in 3 or more files": 6,
