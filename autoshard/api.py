@@ -90,9 +90,10 @@ def compile(  # noqa: A001  the public name
 
     Args:
         model: a single-device module; it is not changed. On the meta device it takes no memory.
-        mesh: an :class:`autoshard.Mesh`, a ``{axis: size}`` dict or a torch ``DeviceMesh``. Ranks
-            are simulated in this process, unless torch.distributed runs with that many ranks or the
-            mesh is a ``DeviceMesh``.
+        mesh: an :class:`autoshard.Mesh`, a ``{axis: size}`` dict or a torch ``DeviceMesh``;
+            dict and ``DeviceMesh`` have this machine's hardware. Ranks are simulated in this
+            process, unless torch.distributed runs with that many ranks or the mesh is a
+            ``DeviceMesh``.
         example_args, example_kwargs: example inputs (global shapes); by default the first call's.
         plan: a saved plan to follow instead of a search, from :func:`autoshard.plan` or
             ``Plan.from_json``. It must agree with ``like`` and ``hints``, which, like
@@ -262,9 +263,9 @@ def plan(
     Arguments as in :func:`compile`; example inputs are required. Local inputs are those of one
     rank, and the plan is for the concatenated batch. ``batch``: rows to plan for instead of the
     examples'. Dim 0 of each tensor is the batch if it has as many rows as the first tensor.
-    ``hardware``: for a mesh without its own (default: h100). With ``devices=64, hardware="h100"``
-    and no mesh, the mesh is searched, too; ``plan.candidates`` lists those tried. With
-    ``micro_batches="auto"`` or ``stages="pp"``, so are stages, micro-batches and schedule. With an
+    ``hardware``: for a mesh without its own (default: this machine's). With ``devices=64,
+    hardware="h100"`` and no mesh, the mesh is searched, too; ``plan.candidates`` lists those tried.
+    With ``micro_batches="auto"`` or ``stages="pp"``, so are stages, micro-batches and schedule. With an
     objective or a profile the plan is for one token, and ``plan.serving`` reports prompts and
     tokens; ``compile(plan=…)`` uses its weight layouts. Raises as :func:`compile`.
     """
@@ -301,7 +302,7 @@ def plan(
         return compile_for_mesh(model, resolved, *example, opts, training=training, dynamic=dynamic, inputs=inputs).plan
     if inputs != "global":
         raise MeshError("inputs that a rank brings need a mesh: give mesh= instead of devices=")
-    opts, kind = replace(opts, like=expand_tp_plan(model, like)), resolve_hardware(hardware or "h100")
+    opts, kind = replace(opts, like=expand_tp_plan(model, like)), resolve_hardware(hardware)
     check_schedule(opts, searched=stages is not None or micro_batches == "auto")
     if is_serving_asked(opts):
         calls = profile_calls(model, *example, opts)

@@ -1,10 +1,11 @@
-"""Command line: ``autoshard plan|compile|verify|show|explain MODEL --mesh dp=2,tp=4``, ``demo``."""
+"""Command line: ``autoshard plan|compile|verify|show|explain MODEL --mesh dp=2,tp=4``, ``demo``, ``completion``."""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -17,11 +18,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autoshard
 from autoshard import models
+from autoshard.completion import SHELLS, completion_script
 from autoshard.errors import AutoshardError, HintError, MeshError, PlanError
 from autoshard.hardware import PRESETS, free_memory
+from autoshard.hardware import hardware as resolve_hardware
 from autoshard.layout import Shard
 from autoshard.mesh import Mesh
-from autoshard.models.by_name import load
+from autoshard.models.by_name import LoadedModel, load
+from autoshard.passes.pipeline.schedules import SCHEDULES
+from autoshard.passes.propagate.named_strategies.strategies import STRATEGY_NAMES
 from autoshard.plans.plan import Plan
 
 DEMO_MESH = {"dp": 2, "tp": 2}
@@ -39,7 +44,7 @@ def demo(out: Path) -> int:
         f"A GPT with {sum(p.numel() for p in model.parameters()):,} parameters on {mesh.size} ranks (mesh {mesh}), "
         "as threads of this process.\n"
         'hardware="ideal_network": communication is next to free, so that everything that can be split is split. On\n'
-        "real hardware (the default is h100) the best plan for so small a model is to keep it whole on every rank."
+        "real hardware the best plan for so small a model is to keep it whole on every rank."
     )
     sharded = autoshard.compile(model, mesh, args, kwargs)
     _print_title("The plan, its collectives, and what it costs")
@@ -105,9 +110,57 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+EXAMPLES = {
+    "plan": """
+  autoshard plan gpt:small --mesh dp=4,tp=2 --hardware h100 --batch 32 --seq 256
+  autoshard plan llama:8b --mesh dp=2,tp=8 --hardware h100 --batch 8 --seq 2048 --like dp=fsdp,tp=megatron-sp
+  autoshard plan llama:1b --devices 8 --hardware h100 --batch 16 --seq 1024 --memory-budget 40GB --out plan.html
+  autoshard plan mlp --mesh tp=2 --dtype float32 --json plan.json""",
+    "compile": """
+  autoshard compile gpt --mesh tp=2 --hardware ideal_network --out gpt-tp2
+  torchrun --nproc-per-node 2 gpt-tp2/rank_module.py""",
+    "verify": """
+  autoshard verify hf:llama --mesh tp=2 --hardware ideal_network
+  autoshard verify moe --mesh ep=2 --like expert""",
+    "show": """
+  autoshard show mlp --mesh tp=2 --hardware ideal_network
+  autoshard show gpt --mesh dp=2,tp=2 --out plan.html""",
+    "explain": """
+  autoshard explain gpt head.weight --mesh dp=2,tp=2 --hardware ideal_network
+  autoshard explain mlp 'blocks.*' --mesh tp=2""",
+    "demo": """
+  autoshard demo --out autoshard-demo""",
+    "completion": """
+  eval "$(autoshard completion bash)"                                   # in ~/.bashrc
+  autoshard completion fish > ~/.config/fish/completions/autoshard.fish""",
+}
+"""command → lines for its help"""
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="autoshard", description="Shard a PyTorch model over a device mesh.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    examples = "".join(EXAMPLES[name].split("\n")[1] + "\n" for name in ("plan", "verify", "show", "demo"))
+    parser = argparse.ArgumentParser(
+        prog="autoshard",
+        description="Shard a PyTorch model over a device mesh.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"examples:\n{examples}\n`autoshard COMMAND --help` has the options and examples of a command.",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"autoshard {autoshard.__version__}, torch {torch.__version__}"
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=f"examples:{EXAMPLES[name]}",
+        )
+        command.set_defaults(run=run)
+        return command
+
     for name, run, text in (
         ("plan", _plan_command, "choose layouts and print the plan; needs no weights, any mesh size"),
         ("compile", _compile_command, "write rank_module.py, plan.json and shards to a directory"),
@@ -115,22 +168,33 @@ def _parser() -> argparse.ArgumentParser:
         ("show", _show_command, "print the source, or draw the plan to .html .dot .svg .json .txt"),
         ("explain", _explain_command, "say why a parameter, a module or an operation is laid out as it is"),
     ):
-        command = commands.add_parser(name, help=text, description=text)
-        command.set_defaults(run=run)
+        command = add(name, run, text)
         command.add_argument(
-            "model", metavar="MODEL", help="gpt, llama:8b, …, hf:llama, hf:config.json, or package.module:function"
+            "model",
+            metavar="MODEL",
+            help=f"{', '.join(models.names())}; hf:FAMILY or hf:config.json (transformers); package.module:function",
         )
         mesh = command.add_mutually_exclusive_group(required=True)
-        mesh.add_argument("--mesh", help="axes and sizes, for example dp=2,tp=4")
+        mesh.add_argument("--mesh", metavar="AXES", help="axes and sizes, for example dp=2,tp=4")
         if name == "plan":
-            mesh.add_argument("--devices", type=int, help="how many: the mesh is searched, too")
+            mesh.add_argument("--devices", type=int, metavar="N", help="how many: the mesh is searched, too")
         else:
             mesh.add_argument(
                 "--plan", type=_plan_argument, metavar="FILE", help="follow what `plan --json FILE` wrote, mesh and all"
             )
-        command.add_argument("--hardware", default="h100", help=f"one of {', '.join(PRESETS)} (default h100)")
-        command.add_argument("--batch", type=int, help="global batch size (default 4, or the function's)")
-        command.add_argument("--seq", type=int, help="sequence length (default 32, or the function's)")
+        command.add_argument(
+            "--hardware",
+            metavar="NAME",
+            help=f"{', '.join(PRESETS)}, or a file of Hardware.save (default: this machine's GPU, else cpu)",
+        )
+        command.add_argument("--batch", type=int, metavar="N", help="global batch size (default 4, or the function's)")
+        command.add_argument("--seq", type=int, metavar="N", help="sequence length (default 32, or the function's)")
+        verified = "float64, and with --plan that of the plan"
+        command.add_argument(
+            "--dtype",
+            choices=DTYPES,
+            help=f"of the model and its inputs (default: {verified if name == 'verify' else 'bfloat16 on GPUs, else float32'})",
+        )
         command.add_argument(
             "--hint", action="append", default=[], metavar="PATTERN=HINT", help="colwise, rowwise, replicate, S(0), …"
         )
@@ -143,43 +207,70 @@ def _parser() -> argparse.ArgumentParser:
         )
         ways = ("auto", "none", "blocks", "selective")
         command.add_argument("--recompute", default="auto", choices=ways, help="default: as memory needs")
-        command.add_argument("--stages", metavar="AXIS", help="the mesh axis along which the graph is cut into stages")
-        command.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b (default), interleaved or zero_bubble")
-        command.add_argument("--stages-per-rank", type=int, help="of an interleaved schedule (default: chosen)")
+        command.add_argument("--stages", metavar="AXIS", help="the mesh axis of pipeline stages")
+        command.add_argument(
+            "--schedule", default="1f1b", metavar="NAME", help="gpipe, 1f1b (default), interleaved or zero_bubble"
+        )
+        command.add_argument(
+            "--stages-per-rank", type=int, metavar="N", help="of an interleaved schedule (default: chosen)"
+        )
         if name != "verify":
             command.add_argument("--dynamic", action="store_true", help="one program for all batch sizes and lengths")
             _add_planning_options(command)
         if name == "explain":
             command.add_argument("name", metavar="NAME", help="a parameter, an operation, or a pattern of modules")
         if name == "plan":
-            command.add_argument("--json", type=Path, help="also write the plan here")
-        if name in ("compile", "show"):
-            command.add_argument("--out", type=Path, required=name == "compile", help="where to write")
+            command.add_argument("--json", type=Path, metavar="FILE", help="also write the plan here, for --plan FILE")
+        if name in ("plan", "compile", "show"):
+            where = "draw the plan to .html .dot .svg .json .txt" if name == "plan" else "where to write"
+            command.add_argument("--out", type=Path, metavar="PATH", required=name == "compile", help=where)
         if name == "verify":
-            command.add_argument("--steps", type=int, default=1, help="AdamW steps (default 1)")
-            command.add_argument(
-                "--dtype",
-                choices=("float64", "float32", "bfloat16"),
-                help="default float64, and with a plan the model's own",
-            )
-    shown = commands.add_parser(
-        "demo", help="the whole way on a small GPT", description="The whole way on a small GPT."
+            command.add_argument("--steps", type=int, default=1, metavar="N", help="AdamW steps (default 1)")
+    shown = add("demo", _demo_command, "the whole way on a small GPT")
+    shown.add_argument(
+        "--out", type=Path, default=Path("autoshard-demo"), metavar="PATH", help="default autoshard-demo"
     )
-    shown.set_defaults(run=_demo_command)
-    shown.add_argument("--out", type=Path, default=Path("autoshard-demo"), help="where to write (./autoshard-demo)")
+    script = add("completion", _completion_command, "print a script that completes commands and options in a shell")
+    script.add_argument("shell", choices=SHELLS, help="zsh after `autoload -U bashcompinit; bashcompinit`")
     return parser
 
 
 def _add_planning_options(command: argparse.ArgumentParser) -> None:
     """Options of :func:`autoshard.plan` that not all commands have."""
-    command.add_argument("--memory-budget", type=float, metavar="BYTES", help="per rank, at the peak, such as 40e9")
-    command.add_argument("--optimizer", default="adamw", help="whose state is counted (default adamw)")
     command.add_argument(
-        "--mixed-precision", metavar="DTYPE", help="of gathers and compute, such as bfloat16; sums are in float32"
+        "--memory-budget",
+        type=_bytes_argument,
+        metavar="SIZE",
+        help="per rank, at the peak, such as 40GB, 512MiB or 40e9",
+    )
+    command.add_argument("--optimizer", default="adamw", metavar="NAME", help="whose state is counted (default adamw)")
+    command.add_argument(
+        "--mixed-precision",
+        choices=DTYPES[2:],
+        help="of gathers and compute; parameters and sums of gradients stay in float32",
     )
     command.add_argument("--strict", action="store_true", help="refuse operations without a rule")
     command.add_argument("--objective", default="step", choices=("step", "latency", "throughput"), help="default step")
     command.add_argument("--profile", metavar="CALLS", help="how often each comes, as prefill=1,decode=200")
+
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+BYTE_UNITS = {
+    "": 1,
+    **{f"{k}b": 10 ** (3 * n) for n, k in enumerate(("", *"kmgt"))},
+    **{f"{k}ib": 1024**n for n, k in enumerate("kmgt", 1)},
+}
+"""unit in small letters → bytes"""
+
+
+def _bytes_argument(text: str) -> float:
+    """Bytes of a size such as 40GB, 512 MiB or 40e9."""
+    found = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*([a-z]*)", text.strip().lower())
+    try:
+        return float(found[1]) * BYTE_UNITS[found[2]]  # type: ignore[index]
+    except (TypeError, ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 40GB, 512MiB or 40e9") from None
 
 
 def _micro_batches_argument(text: str) -> int | str:
@@ -193,10 +284,7 @@ def _planning_arguments(options: argparse.Namespace) -> dict[str, Any]:
     names = "memory_budget optimizer recompute micro_batches strict stages schedule stages_per_rank dynamic".split()
     asked = {name: getattr(options, name) for name in names if hasattr(options, name)}
     if options.mixed_precision is not None:
-        dtype = getattr(torch, options.mixed_precision, None)
-        if not isinstance(dtype, torch.dtype):
-            raise PlanError(f"--mixed-precision {options.mixed_precision!r} is no dtype of torch, such as bfloat16")
-        asked["mixed_precision"] = MixedPrecisionPolicy(dtype, torch.float32)
+        asked["mixed_precision"] = MixedPrecisionPolicy(getattr(torch, options.mixed_precision), torch.float32)
     if hasattr(options, "objective"):
         asked |= {"objective": options.objective, "profile": _profile(options)}
     asked |= {"hints": _hints(options), "like": _like_argument(options), "training": _is_training(options)}
@@ -276,14 +364,11 @@ _COMPILE_WEIGHT_COPIES, _VERIFY_WEIGHT_COPIES = 4.5, 12
 """measured peak memory of ``compile`` and ``verify``, in copies of the weights"""
 
 
-def _check_memory(make: Callable[[], nn.Module], copies: float, itemsize: int = 0) -> None:
-    """Print the memory that a command needs. Raises :class:`PlanError` if the machine has less.
-
-    ``itemsize``: bytes per element, if the command converts the model.
-    """
+def _check_memory(make: Callable[[], nn.Module], copies: float) -> None:
+    """Print the memory that a command needs. Raises :class:`PlanError` if the machine has less."""
     with torch.device("meta"):
         tensors = [*(model := make()).parameters(), *model.buffers()]
-    needed = copies * sum(x.numel() * (itemsize or x.itemsize) for x in tensors)
+    needed = copies * sum(x.nbytes for x in tensors)
     free = free_memory()
     if needed > 1e9:
         print(f"this makes weights: about {needed / 1e9:.3g} GB of memory, beside activations", file=sys.stderr)
@@ -294,16 +379,32 @@ def _check_memory(make: Callable[[], nn.Module], copies: float, itemsize: int = 
         )
 
 
+def _dtype_name(options: argparse.Namespace) -> str:
+    """The dtype of the model: asked for, that of the saved plan's parameters, or of the hardware."""
+    if options.dtype is not None:
+        return str(options.dtype)
+    if (plan := _given_plan(options)) is not None:
+        return next((plan.dtypes[n] for n, kind in plan.kinds.items() if kind == "parameter"), "float32")
+    if options.command == "verify":
+        return "float64"
+    kind = resolve_hardware(options.hardware)
+    return "bfloat16" if kind.is_accelerator and options.mixed_precision is None else "float32"
+
+
+def _loaded_model(options: argparse.Namespace) -> LoadedModel:
+    """The model of the command in its dtype; a user's function keeps its own unless asked."""
+    asked = options.dtype is not None or (options.command == "verify" and options.plan is None)
+    return load(options.model, options.batch, options.seq, getattr(torch, _dtype_name(options)), convert=asked)
+
+
 def _meta_model(options: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    make, args, kwargs = load(options.model, options.batch, options.seq)
+    make, args, kwargs = _loaded_model(options)
     with torch.device("meta"):
         return make().train(_is_training(options)), args, kwargs
 
 
 def _resulting_plan(options: argparse.Namespace) -> Any:
     """The plan of a model without weights, or the given plan."""
-    import autoshard
-
     if (given := _given_plan(options)) is not None:
         return given
     model, args, kwargs = _meta_model(options)
@@ -320,13 +421,14 @@ def _plan_command(options: argparse.Namespace) -> int:
     if options.json:
         options.json.write_text(plan.to_json(), encoding="utf-8")
         print(f"plan written to {options.json}")
+    if options.out:
+        plan.visualize(options.out)
+        print(f"plan drawn to {options.out}")
     return 0
 
 
 def _compile_command(options: argparse.Namespace) -> int:
-    import autoshard
-
-    make, args, kwargs = load(options.model, options.batch, options.seq)
+    make, args, kwargs = _loaded_model(options)
     _check_memory(make, _COMPILE_WEIGHT_COPIES)
     torch.manual_seed(0)
     sharded = autoshard.compile(
@@ -341,19 +443,10 @@ def _compile_command(options: argparse.Namespace) -> int:
 
 
 def _verify_command(options: argparse.Namespace) -> int:
-    import autoshard
-
-    make, args, kwargs = load(options.model, options.batch, options.seq)
-    name = options.dtype or ("float64" if options.plan is None else None)  # a plan has dtypes
-    dtype = None if name is None else getattr(torch, name)
-    _check_memory(make, _VERIFY_WEIGHT_COPIES, 0 if dtype is None else dtype.itemsize)
+    make, args, kwargs = _loaded_model(options)
+    _check_memory(make, _VERIFY_WEIGHT_COPIES)
     torch.manual_seed(0)
     model = make().train(_is_training(options))
-    if dtype is not None:
-        model = model.to(dtype)
-        args, kwargs = torch.utils._pytree.tree_map(
-            lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
-        )
     names = "steps micro_batches recompute stages schedule stages_per_rank".split()
     asked = {name: getattr(options, name) for name in names}
     asked |= {"plan": options.plan, "hints": _hints(options), "like": _like_argument(options)}
@@ -381,6 +474,12 @@ def _generated_source(options: argparse.Namespace) -> str:
 
 def _explain_command(options: argparse.Namespace) -> int:
     print(_resulting_plan(options).explain(options.name))
+    return 0
+
+
+def _completion_command(options: argparse.Namespace) -> int:
+    words = {"model": models.names(), "hardware": PRESETS, "like": STRATEGY_NAMES, "schedule": SCHEDULES}
+    print(completion_script(_parser(), options.shell, words))
     return 0
 
 

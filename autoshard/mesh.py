@@ -27,7 +27,8 @@ class Mesh:
     """A named N-D grid of ranks, row-major: the last axis varies fastest.
 
     ``Mesh({"dp": 2, "tp": 4}, hardware="h100")``. ``hardware`` is a preset's name, a
-    :class:`Hardware`, or the file of one (:meth:`Hardware.save`).
+    :class:`Hardware`, or the file of one (:meth:`Hardware.save`); default: that of this machine,
+    its GPU by name, else ``"cpu"``.
     Raises :class:`MeshError` for an empty mesh, a bad name or a size below 1.
     """
 
@@ -35,7 +36,7 @@ class Mesh:
     shape: tuple[int, ...]
     hardware: Hardware
 
-    def __init__(self, axes: Mapping[str, int], hardware: str | os.PathLike[str] | Hardware = "h100") -> None:
+    def __init__(self, axes: Mapping[str, int], hardware: str | os.PathLike[str] | Hardware | None = None) -> None:
         if not axes:
             raise MeshError('a mesh needs at least one axis, for example {"tp": 2}')
         axes = {name: to_python_numbers(size) for name, size in axes.items()}
@@ -55,7 +56,7 @@ class Mesh:
     def of(mesh: MeshLike, hardware: str | os.PathLike[str] | Hardware | None = None) -> Mesh:
         """A ``Mesh`` from a ``Mesh``, a dict or a torch ``DeviceMesh`` (unnamed dims: ``axis0``…).
 
-        ``hardware``: default h100; :class:`MeshError` if a ``Mesh`` has another.
+        ``hardware``: default that of this machine; :class:`MeshError` if a ``Mesh`` has another.
         """
         if isinstance(mesh, Mesh):
             if hardware is not None and resolve_hardware(hardware) != mesh.hardware:
@@ -63,13 +64,12 @@ class Mesh:
                     f"the mesh ({mesh}) is one of {mesh.hardware.name}, and hardware={hardware!r} is asked for"
                 )
             return mesh
-        given = "h100" if hardware is None else hardware
         if isinstance(mesh, Mapping):
-            return Mesh(mesh, given)
+            return Mesh(mesh, hardware)
         if hasattr(mesh, "mesh_dim_names"):
             sizes = tuple(mesh.mesh.shape)
             names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(len(sizes)))
-            return Mesh(dict(zip(names, sizes, strict=True)), given)
+            return Mesh(dict(zip(names, sizes, strict=True)), hardware)
         raise MeshError(f"expected autoshard.Mesh, DeviceMesh or a dict of axis sizes, got {type(mesh).__name__}")
 
     @property

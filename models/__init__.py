@@ -74,8 +74,8 @@ def get(name: str) -> Reference:
     full = f"{family}:{size or 'tiny'}"
     if full not in names():
         near = difflib.get_close_matches(full, names(), n=3)
-        hint = f"Nearest: {', '.join(near)}." if near else f"Known: {', '.join(names())}."
-        raise AutoshardError(f"there is no reference model {name!r}. {hint}")
+        hint = f"Nearest: {', '.join(near)}. " if near else ""
+        raise AutoshardError(f"there is no reference model {name!r}. {hint}Known: {', '.join(names())}.")
     entry = _FAMILIES[family]
     config = entry.sizes[size or "tiny"]()
     return Reference(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from autoshard import frames, models
 from autoshard.errors import CaptureError
@@ -20,21 +21,43 @@ from autoshard.errors import CaptureError
 LoadedModel = tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]
 
 
-def load(name: str, batch: int | None, seq: int | None) -> LoadedModel:
-    """A model factory and example inputs for a MODEL argument.
+def load(
+    name: str, batch: int | None, seq: int | None, dtype: torch.dtype = torch.float32, *, convert: bool = True
+) -> LoadedModel:
+    """A model factory and example inputs for a MODEL argument, both in ``dtype``.
 
     ``package.module:function`` returns ``(model, args)`` or ``(model, args, kwargs)``; ``batch``
-    and ``seq`` are passed as keywords if given. Raises :class:`CaptureError` for an unknown model.
+    and ``seq`` are passed as keywords if given. Unless ``convert``, these models, and configs of
+    transformers with a dtype, keep their own. Raises :class:`CaptureError` for an unknown model.
     """
     module, colon, function = name.partition(":")
     if not name.startswith("hf:") and ((colon and "." in module) or _importable(module, function)):
-        return _user_function(module, function, {"batch": batch, "seq": seq})
+        make, args, kwargs = _user_function(module, function, {"batch": batch, "seq": seq})
+        if not convert:
+            return make, args, kwargs
+        return (lambda: make().to(dtype)), *_in_dtype((args, kwargs), dtype)
     batch, seq = 4 if batch is None else batch, 32 if seq is None else seq
     if name.startswith("hf:"):
-        return _hugging_face(name.removeprefix("hf:"), batch, seq)
-    reference = models.get(name)
-    args, kwargs = reference.inputs(batch=batch, seq=seq)
-    return reference.model, tuple(args), dict(kwargs)
+        make, args, kwargs = _hugging_face(name.removeprefix("hf:"), batch, seq, dtype, convert)
+    else:
+        reference = models.get(name)
+        make, (args, kwargs) = reference.model, reference.inputs(batch=batch, seq=seq)
+    return partial(_made_in, dtype, make), *_in_dtype((tuple(args), dict(kwargs)), dtype)
+
+
+def _made_in(dtype: torch.dtype, make: Callable[[], nn.Module]) -> nn.Module:
+    """The model with ``dtype`` as default, so that what must be more precise (rotary tables) is."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return make()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _in_dtype(inputs: Any, dtype: torch.dtype) -> Any:
+    """``inputs`` with floating tensors in ``dtype``."""
+    return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
 
 
 def _importable(module: str, function: str) -> bool:
@@ -113,7 +136,7 @@ _HF_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 """family → transformers classes, and settings of its small config"""
 
 
-def _hugging_face(name: str, batch: int, seq: int) -> LoadedModel:
+def _hugging_face(name: str, batch: int, seq: int, dtype: torch.dtype, convert: bool) -> LoadedModel:
     """A random transformers model: a small one of a family, or of a local config. No download."""
     try:
         import transformers
@@ -136,6 +159,8 @@ def _hugging_face(name: str, batch: int, seq: int) -> LoadedModel:
         known = ", ".join(f"hf:{family}" for family in _HF_FAMILIES)
         raise CaptureError(f"hf:{name} is not known here, and no config.json or folder with one. Known: {known}")
     config.use_cache = False
+    if convert or config.dtype is None:
+        config.dtype = dtype
     most = config.get_text_config().vocab_size
     tokens = torch.randint(0, most, (batch, seq), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     return make, (), {"input_ids": tokens, "labels": tokens.clone()}

@@ -56,7 +56,9 @@ class RmsNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # in float16 its gradient would overflow
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return normed.to(x.dtype) * self.weight
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -119,7 +121,9 @@ class Rope(nn.Module):
 
     def __init__(self, head_dim: int, base: float) -> None:
         super().__init__()
-        exponents = torch.arange(0, head_dim, 2) / head_dim
+        # float32 at least: angles of long sequences need its digits in 16-bit models as well
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        exponents = torch.arange(0, head_dim, 2, dtype=dtype) / head_dim
         self.register_buffer("inverse_frequencies", base**-exponents, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +156,7 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Output:
         x = self.embedding(tokens)
-        cos, sin = self.rope(torch.arange(tokens.shape[1], device=tokens.device))
+        cos, sin = (t.to(x.dtype) for t in self.rope(torch.arange(tokens.shape[1], device=tokens.device)))
         for block in self.blocks:
             x = block(x, cos, sin)
         return token_loss(self.head(self.norm(x)), labels)

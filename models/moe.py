@@ -100,7 +100,7 @@ class Moe(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Output:
         x = self.embedding(tokens)
-        cos, sin = self.rope(torch.arange(tokens.shape[1], device=tokens.device))
+        cos, sin = (t.to(x.dtype) for t in self.rope(torch.arange(tokens.shape[1], device=tokens.device)))
         for block in self.blocks:
             x = block(x, cos, sin)
         return token_loss(self.head(self.norm(x)), labels)

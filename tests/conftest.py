@@ -18,6 +18,7 @@ from remembered import OF_RUN, remembered
 from torch.utils import _pytree as pytree
 
 from autoshard.check.reference import upcasts_in_float64
+from autoshard.hardware.presets import HARDWARE_VARIABLE
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -35,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(folder.cleanup)
     # Tests run side by side in several processes; more threads each would only get in one another's way.
     torch.set_num_threads(1)
+    os.environ[HARDWARE_VARIABLE] = "h100"  # whatever is here; the worlds' processes read it, too
     os.environ.pop(RUN_SLOW, None)
     if config.getoption("--run-slow"):
         os.environ[RUN_SLOW] = "1"

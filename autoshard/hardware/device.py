@@ -283,6 +283,11 @@ class Hardware:
         """The links of a group with ``inside`` ranks on each of ``nodes`` nodes."""
         return Route(self.node, self.network, inside, nodes, self.kernel_latency)
 
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether models run on it in bfloat16: not so on CPUs and the ideal hardware of checks."""
+        return not self.cpu and self.kernel_latency > 0
+
     def peak(self, dtype: torch.dtype) -> float:
         """Peak matmul FLOP/s in ``dtype``; float32 as TF32 where torch's precision allows it."""
         name, known = str(dtype).removeprefix("torch."), dict(self.dtypes)

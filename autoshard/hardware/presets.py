@@ -38,9 +38,14 @@ Otherwise kernels reach 70 % of the data sheet, and latencies are published NCCL
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+
+import torch
 
 from autoshard.errors import MeshError
 from autoshard.hardware.device import PREFETCHED_BUCKETS, Hardware, Tiling
@@ -188,8 +193,20 @@ PRESETS: dict[str, Hardware] = {
 }  # fmt: skip
 
 
-def hardware(which: str | os.PathLike[str] | Hardware) -> Hardware:
-    """A preset by name, a file of :meth:`Hardware.save`, or ``which`` itself; else MeshError."""
+_GPU_NAMES = {"H200": "h200", "H100": "h100", "A100": "a100", "MI325X": "mi325x"}
+"""word in a device's name → preset"""
+
+HARDWARE_VARIABLE = "AUTOSHARD_HARDWARE"
+"""environment variable with the default hardware, such as h100 on a login node without GPUs"""
+
+
+def hardware(which: str | os.PathLike[str] | Hardware | None = None) -> Hardware:
+    """A preset by name, a file of :meth:`Hardware.save`, or ``which`` itself; else MeshError.
+
+    None: :data:`HARDWARE_VARIABLE`, else the GPU of this machine by its name, else ``"cpu"``.
+    """
+    if which is None:
+        which = os.environ.get(HARDWARE_VARIABLE) or _hardware_here()
     if isinstance(which, Hardware):
         return which
     if isinstance(which, str) and which in PRESETS:
@@ -200,3 +217,20 @@ def hardware(which: str | os.PathLike[str] | Hardware) -> Hardware:
     raise MeshError(
         f"unknown hardware {which!r}. Known: {names}; or pass an autoshard.Hardware, or a file that Hardware.save wrote."
     )
+
+
+@cache
+def _hardware_here() -> Hardware:
+    """The preset of this machine's first GPU with no more than its memory, or of its CPU."""
+    if not torch.cuda.is_available():
+        return PRESETS["cpu"]
+    device = torch.cuda.get_device_properties(0)
+    found = next((n for word, n in _GPU_NAMES.items() if re.search(rf"\b{word}\b", device.name)), None)
+    if found is None:
+        logging.getLogger("autoshard").warning(
+            "no hardware preset for %s: its speed is taken for that of h100; autoshard.calibrate() measures it",
+            device.name,
+        )
+    preset = PRESETS[found or "h100"]
+    fits = device.total_memory >= preset.memory_bytes
+    return preset if fits else replace(preset, memory_bytes=float(device.total_memory))

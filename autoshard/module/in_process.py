@@ -130,7 +130,7 @@ class InProcessModule(ShardedModule):
             if keeps and self._stays_sharded(executable, i) and shape is not None and layout.axes_with(Shard):
                 leaves.append(CachedShards.of(parts, layout, shape))
             else:
-                leaves.append(join_differentiably(parts, layout, shape, f"output {i}"))
+                leaves.append(join_differentiably(parts, layout, shape, f"output {i}", executable.computed))
         first = len(program.outputs)
         mutated = {
             fqn: join_shards([r[first + i].detach() for r in results], program.layouts[name], shapes[first + i], fqn)
@@ -155,7 +155,7 @@ class InProcessModule(ShardedModule):
             elif value.fqn in executable.compiled.program.in_place:
                 found[value.fqn] = writable_shards(self.tensor(value.fqn), layout)
             elif executable.graph.training:
-                found[value.fqn] = shard_for_ranks(self.tensor(value.fqn), layout, value.fqn)
+                found[value.fqn] = shard_for_ranks(self.tensor(value.fqn), layout, value.fqn, executable.computed)
             else:
                 found[value.fqn] = self._seen((id(executable), value.fqn), self.tensor(value.fqn), layout)
         return found

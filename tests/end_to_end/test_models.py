@@ -8,9 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import autoshard
 from autoshard import models
 from autoshard.errors import AutoshardError
+from autoshard.models.by_name import load
 
 FAMILIES = ("mlp", "gpt", "llama", "moe", "dlrm", "vit")
 
@@ -154,3 +157,44 @@ def test_export_captures_what_eager_computes(family: str) -> None:
         expected, actual = (expected,), (actual,)
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_finite_gradients_in_16_bits(family: str, dtype: torch.dtype) -> None:
+    """Made in the dtype, as by the command line, and converted, as by a user."""
+    for wanted in (dtype, torch.float32):
+        make, args, kwargs = load(family, 2, 8, wanted)
+        model = make().to(dtype)
+        if wanted == torch.float32:
+            args = tuple(x.to(dtype) if x.is_floating_point() else x for x in args)
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        _scalar(model(*args, **kwargs)).backward()
+        for name, p in model.named_parameters():
+            assert p.grad is not None and p.grad.isfinite().all(), name
+
+
+def test_rotary_tables_of_a_16_bit_model_keep_their_digits() -> None:
+    for family in ("llama", "moe"):
+        exact, rounded = (load(family, 2, 8, dtype)[0]().rope for dtype in (torch.float32, torch.bfloat16))
+        assert torch.equal(exact.inverse_frequencies, rounded.inverse_frequencies)
+    assert not torch.equal(exact.inverse_frequencies, exact.inverse_frequencies.bfloat16().float())
+
+
+@pytest.mark.slow_cases("*mlp*", "*gpt*", "*dlrm*", "*vit*")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains_in_mixed_precision(family: str, dtype: torch.dtype) -> None:
+    """Sharded gradients in 16 bits are near those of float32, those of replicas agree."""
+    make, args, kwargs = load(family, 4, 16)
+    model = make().eval()
+    policy = MixedPrecisionPolicy(dtype, torch.float32, output_dtype=torch.float32)
+    mesh = autoshard.Mesh({"dp": 2, "tp": 2}, "ideal_network")
+    sharded = autoshard.compile(model, mesh, args, kwargs, mixed_precision=policy, training=True)
+    for module in (model, sharded):
+        _scalar(module(*args, **kwargs)).backward()
+    found = sharded.full_gradients()
+    error = sum(float((found[n] - p.grad).pow(2).sum()) for n, p in model.named_parameters() if p.grad is not None)
+    scale = sum(float(p.grad.pow(2).sum()) for p in model.parameters() if p.grad is not None)
+    # a router may choose another expert after rounding
+    assert 0 < math.sqrt(error / scale) < (0.2 if family == "moe" else 0.03)

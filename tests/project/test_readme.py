@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from autoshard.hardware.presets import HARDWARE_VARIABLE
 from autoshard.passes.rules import rule_for
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,7 @@ def test_code_runs_and_prints_what_the_page_says(
 ) -> None:
     text = page.read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(HARDWARE_VARIABLE, "cpu")  # as where a reader has no GPU
     wrong, renewed = differences(text, page.name)
     if request.config.getoption("--update-golden"):
         page.write_text(renewed, encoding="utf-8")

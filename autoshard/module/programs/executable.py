@@ -143,6 +143,12 @@ class Executable:
         return self.compiled.graph
 
     @cached_property
+    def computed(self) -> torch.dtype | None:
+        """The least precise floating dtype of the program's values; None without any."""
+        found = {t.dtype for t in self.graph.types.values() if t.dtype.is_floating_point}
+        return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
+    @cached_property
     def feeding(self) -> OutputSources:
         """Which outputs feed which others."""
         return find_output_sources(self.graph)

@@ -30,11 +30,18 @@ def _first_replica(layout: Layout, rank: int, whole: Collection[int]) -> int:
     return layout.mesh.rank([0 if i in whole else n for i, n in coordinates])
 
 
-def join_shards(shards: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int] | None, what: str) -> torch.Tensor:
+def join_shards(
+    shards: Sequence[torch.Tensor],
+    layout: Layout,
+    shape: Sequence[int] | None,
+    what: str,
+    computed: torch.dtype | None = None,
+) -> torch.Tensor:
     """The full tensor from ``shards`` by rank. ``what`` names it in errors.
 
-    ``shape``: global; None if data-dependent, where every rank has the full tensor. Raises
-    :class:`RuntimeMismatchError` if replicas differ.
+    ``shape``: global; None if data-dependent, where every rank has the full tensor. ``computed``:
+    the dtype whose rounding replicas may differ by; default: their own. Raises
+    :class:`RuntimeMismatchError` if replicas differ by more.
     """
     shape = shards[0].shape if shape is None else shape
     full = shards[0].new_zeros(tuple(shape))
@@ -42,7 +49,7 @@ def join_shards(shards: Sequence[torch.Tensor], layout: Layout, shape: Sequence[
     summed = layout.axes_with(Partial)
     for rank, shard in enumerate(shards):
         if (first := _first_replica(layout, rank, whole)) != rank:
-            _check_equal(shard, shards[first], what, rank, layout)
+            _check_equal(shard, shards[first], what, rank, layout, computed)
             continue
         for block, part in _shard_blocks(full, shard, layout, rank):
             if summed and not full.dtype.is_floating_point and full.dtype == torch.bool:
@@ -70,12 +77,15 @@ def _shard_blocks(
     return blocks
 
 
-def _check_equal(a: torch.Tensor, b: torch.Tensor, what: str, rank: int, layout: Layout) -> None:
+def _check_equal(
+    a: torch.Tensor, b: torch.Tensor, what: str, rank: int, layout: Layout, computed: torch.dtype | None
+) -> None:
     """Compare replicas with a tolerance: gradients that cancel out are rounding only."""
     if a.shape != b.shape:
         same = False
     elif a.dtype.is_floating_point or a.dtype.is_complex:
-        eps, finite = torch.finfo(a.dtype).eps, b.abs()[b.isfinite()]
+        eps = max(torch.finfo(dtype).eps for dtype in (a.dtype, computed or a.dtype))
+        finite = b.abs()[b.isfinite()]
         scale = float(finite.max()) if finite.numel() else 0.0
         rtol = min(eps**0.5, 2e-2)  # in a low precision what ``verify`` allows
         same = torch.allclose(a, b, rtol=rtol, atol=max(rtol * scale, 4 * eps), equal_nan=True)
@@ -85,24 +95,32 @@ def _check_equal(a: torch.Tensor, b: torch.Tensor, what: str, rank: int, layout:
         raise RuntimeMismatchError(f"{what}: rank {rank} disagrees with the ranks that hold the same data ({layout})")
 
 
-def shard_for_ranks(full: torch.Tensor, layout: Layout, name: str) -> tuple[torch.Tensor, ...]:
-    """Shards of ``full`` by rank; the backward joins their gradients."""
-    parts: tuple[torch.Tensor, ...] = _ShardForRanks.apply(full, layout, name)
+def shard_for_ranks(
+    full: torch.Tensor, layout: Layout, name: str, computed: torch.dtype | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Shards of ``full`` by rank; the backward joins their gradients. ``computed``: as of :func:`join_shards`."""
+    parts: tuple[torch.Tensor, ...] = _ShardForRanks.apply(full, layout, name, computed)
     return parts
 
 
 def join_differentiably(
-    shards: Sequence[torch.Tensor], layout: Layout, shape: tuple[int, ...] | None, name: str
+    shards: Sequence[torch.Tensor],
+    layout: Layout,
+    shape: tuple[int, ...] | None,
+    name: str,
+    computed: torch.dtype | None = None,
 ) -> torch.Tensor:
     """:func:`join_shards`, differentiable: the backward shards the gradient."""
-    full: torch.Tensor = _JoinShards.apply(layout, shape, name, *shards)
+    full: torch.Tensor = _JoinShards.apply(layout, shape, name, computed, *shards)
     return full
 
 
 class _ShardForRanks(LeanFunction):
     @staticmethod
-    def forward(ctx: Any, full: torch.Tensor, layout: Layout, name: str) -> tuple[torch.Tensor, ...]:
-        ctx.layout, ctx.shape, ctx.name = layout, full.shape, name
+    def forward(
+        ctx: Any, full: torch.Tensor, layout: Layout, name: str, computed: torch.dtype | None
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.layout, ctx.shape, ctx.name, ctx.computed = layout, full.shape, name, computed
         ctx.set_materialize_grads(False)
         return tuple(shard_of(full, layout, rank).clone() for rank in range(layout.mesh.size))
 
@@ -110,19 +128,24 @@ class _ShardForRanks(LeanFunction):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         given = [g for g in gradients if g is not None]
         if not given:
-            return None, None, None
+            return None, None, None, None
         if any(g.is_sparse for g in given):
-            return _join_sparse_shards(gradients, ctx.layout, ctx.shape, ctx.name), None, None
+            return _join_sparse_shards(gradients, ctx.layout, ctx.shape, ctx.name, ctx.computed), None, None, None
         if len(given) < len(gradients):  # ranks with empty shards may be outside the graph
             shapes = [ctx.layout.local_shape(ctx.shape, r) for r in range(len(gradients))]
             given = [given[0].new_zeros(s) if g is None else g for g, s in zip(gradients, shapes, strict=True)]
         # Differentiable again, for a gradient penalty.
-        joined = _JoinShards.apply(ctx.layout.gradient(), ctx.shape, f"the gradient of {ctx.name}", *given)
-        return joined, None, None
+        what = f"the gradient of {ctx.name}"
+        joined = _JoinShards.apply(ctx.layout.gradient(), ctx.shape, what, ctx.computed, *given)
+        return joined, None, None, None
 
 
 def _join_sparse_shards(
-    parts: Sequence[torch.Tensor | None], layout: Layout, shape: Sequence[int], name: str
+    parts: Sequence[torch.Tensor | None],
+    layout: Layout,
+    shape: Sequence[int],
+    name: str,
+    computed: torch.dtype | None,
 ) -> torch.Tensor:
     """:func:`join_shards` of sparse gradients; ranks without rows have None."""
     whole = [i for i, p in enumerate(layout.placements) if not isinstance(p, Shard)]
@@ -133,7 +156,7 @@ def _join_sparse_shards(
         if (first := _first_replica(layout, rank, whole)) != rank:
             other = parts[first]
             for mine, theirs in zip(sparse_gradients.rows_of(part), sparse_gradients.rows_of(other), strict=True):  # type: ignore[arg-type]
-                _check_equal(mine, theirs, f"the gradient of {name}", rank, layout)
+                _check_equal(mine, theirs, f"the gradient of {name}", rank, layout, computed)
             continue
         for dim, size in enumerate(shape):
             if part.shape[dim] != size:
@@ -145,11 +168,17 @@ def _join_sparse_shards(
 class _JoinShards(NoneGradFunction):
     @staticmethod
     def forward(
-        ctx: Any, layout: Layout, shape: tuple[int, ...] | None, name: str, *shards: torch.Tensor
+        ctx: Any,
+        layout: Layout,
+        shape: tuple[int, ...] | None,
+        name: str,
+        computed: torch.dtype | None,
+        *shards: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.layout, ctx.name = layout, name
-        return join_shards(shards, layout, shape, name)
+        ctx.layout, ctx.name, ctx.computed = layout, name, computed
+        return join_shards(shards, layout, shape, name, computed)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return None, None, None, *_ShardForRanks.apply(gradient, ctx.layout.gradient(), ctx.name)
+        parts = _ShardForRanks.apply(gradient, ctx.layout.gradient(), ctx.name, ctx.computed)
+        return None, None, None, None, *parts
