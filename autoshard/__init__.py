@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from autoshard.check.coverage import CoverageReport, coverage
     from autoshard.check.measurement import Measured, measure
     from autoshard.check.verification import VerifyReport, verify
+    from autoshard.initialise.deferred import deferred_init, materialise
     from autoshard.module.checkpoints import (
         full_optimizer_state_dict,
         load_full_optimizer_state_dict,
@@ -144,3 +145,7 @@ def __getattr__(name: str) -> Any:
         globals()[name] = value
         return value
     raise AttributeError(f"module 'autoshard' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

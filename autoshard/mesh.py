@@ -180,8 +180,12 @@ class Mesh:
         crossing = (self.beside(axis) for axis in self.axes if self.crosses(axis))
         return Overlap(self.hardware.overlap, min(crossing, default=self.hardware.overlap))
 
+    def text_of(self, axes: Sequence[str]) -> str:
+        """``axes`` with their sizes: ``dp=2, tp=4``."""
+        return ", ".join(f"{axis}={self.size_of(axis)}" for axis in axes)
+
     def __str__(self) -> str:
-        return ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True))
+        return self.text_of(self.axes)
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""Progress display of long compile phases on terminals, and less garbage collection during them."""
+"""Progress of long compile phases on terminals and in logs, and less garbage collection during them."""
 
 from __future__ import annotations
 
@@ -8,33 +8,50 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TextIO
 
 SILENT_SECONDS = 2.0
-"""seconds before a phase is shown"""
+"""seconds before a phase is shown on a terminal"""
+LOG_SECONDS = 10.0
+"""seconds before the first line in a log; each further line takes twice as long, up to a minute"""
 _GC_THRESHOLD = 50_000
 """threshold of the young generation, in objects"""
+
+_phases: list[str] = []
+"""names of the phases that run, outermost first; only the outermost writes"""
 
 
 @contextmanager
 def shown_progress(name: str, stream: TextIO | None = None) -> Iterator[None]:
-    """Show ``name`` and elapsed seconds on ``stream`` (default: stderr) after two seconds.
+    """Show ``name``, the phase inside it and elapsed seconds on ``stream`` (default: stderr).
 
-    Silent if the stream is no terminal, and under torchrun on every rank but the first.
+    On a terminal one line is rewritten every second after the first two. In a log, a line is
+    written after 10, 30 and 70 seconds, then each minute. Under torchrun only the first rank writes.
     """
     out = sys.stderr if stream is None else stream
-    if not out.isatty() or os.environ.get("RANK", "0") != "0":
-        yield
-        return
-    begin, done = time.perf_counter(), threading.Event()
+    inner = bool(_phases)
+    _phases.append(name)
+    try:
+        with nullcontext() if inner or os.environ.get("RANK", "0") != "0" else _written(name, out):
+            yield
+    finally:
+        _phases.pop()
+
+
+@contextmanager
+def _written(name: str, out: TextIO) -> Iterator[None]:
+    begin, done, terminal = time.perf_counter(), threading.Event(), out.isatty()
+    silent = SILENT_SECONDS if terminal else LOG_SECONDS
+    start, end = ("\r", "") if terminal else ("", "\n")
 
     def show() -> None:
-        wait = SILENT_SECONDS
+        wait = silent
         while not done.wait(wait):
-            out.write(f"\rautoshard: {name} … {time.perf_counter() - begin:.0f} s")
+            where = ", ".join(dict.fromkeys((name, *_phases)))
+            out.write(f"{start}autoshard: {where} … {time.perf_counter() - begin:.0f} s{end}")
             out.flush()
-            wait = 1.0
+            wait = 1.0 if terminal else min(2 * wait, 60.0)
 
     thread = threading.Thread(target=show, name=f"autoshard {name}", daemon=True)
     thread.start()
@@ -44,8 +61,8 @@ def shown_progress(name: str, stream: TextIO | None = None) -> Iterator[None]:
         done.set()
         thread.join()
         seconds = time.perf_counter() - begin
-        if seconds >= SILENT_SECONDS:
-            out.write(f"\rautoshard: {name}   {seconds:.1f} s\n")
+        if seconds >= silent:
+            out.write(f"{start}autoshard: {name}   {seconds:.1f} s\n")
             out.flush()
 
 

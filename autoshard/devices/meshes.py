@@ -24,6 +24,7 @@ from autoshard.passes.search.candidates import Candidates
 from autoshard.plans.describe import describe_program
 from autoshard.plans.options import CompileOptions
 from autoshard.plans.plan import Plan
+from autoshard.progress import shown_progress
 from autoshard.report.record import Candidate, Cost
 from autoshard.runtime.transport.torch_state import without_autocast
 from autoshard.serving import JointPlan, ServedCall, search_jointly, serving_plan
@@ -76,11 +77,12 @@ class MeshSearch:
         check_devices(devices)
         if isinstance(self.opts.like, Mapping):
             raise PlanError("like by axis or by module needs a mesh: give mesh=, or a plan's name for all axes")
-        for shape in mesh_shapes(devices):
-            self.attempt(shape)
-        if self.meshes.best is not None:
-            self.attempt(divided_mesh_shape(self.meshes.best.shape, self.hardware.devices_per_node))
-        return self.result()
+        with shown_progress(f"meshes of {devices}"):
+            for shape in mesh_shapes(devices):
+                self.attempt(shape)
+            if self.meshes.best is not None:
+                self.attempt(divided_mesh_shape(self.meshes.best.shape, self.hardware.devices_per_node))
+            return self.result()
 
     def attempt(self, shape: tuple[int, ...]) -> None:
         """Plan on a mesh of ``shape``, unless it has a plan or its lower bound exceeds the best."""
@@ -92,7 +94,7 @@ class MeshSearch:
             alone = show_seconds(floor)
             self.meshes.notes.append(f"a mesh of {name} was not searched: its work alone takes {alone}")
             return
-        with self.meshes.attempt(f"a mesh of {name}"):
+        with self.meshes.attempt(f"a mesh of {name}"), shown_progress(f"mesh {name}"):
             graph, program, plan = self._planned(mesh)
             named = Mesh(axes_by_role(graph, program.assignment), self.hardware)
             plan = replace(plan, mesh=named)  # its texts keep the old names

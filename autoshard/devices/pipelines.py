@@ -37,6 +37,7 @@ from autoshard.plans.options import CompileOptions, KnownLayouts
 from autoshard.plans.plan import Plan
 from autoshard.plans.planning import plan_graph
 from autoshard.plans.reuse import assignment_of
+from autoshard.progress import shown_progress
 from autoshard.report.pipeline import stage_times, synchronisation_seconds
 from autoshard.report.record import Candidate, Cost, local_bytes
 from autoshard.runtime.transport.torch_state import without_autocast
@@ -366,10 +367,11 @@ def pipelined_for(
     """
     check_devices(devices)
     search = _PipelineSearch(PipelineEstimates(graph, hardware, opts), devices, batches, least)
-    search.run()
-    if search.estimated.best is None:
-        raise PlanError(f"no pipeline of these {hardware.name} has a plan: {search.why()}")
-    return search.result()
+    with shown_progress(f"pipelines of {devices}"):
+        search.run()
+        if search.estimated.best is None:
+            raise PlanError(f"no pipeline of these {hardware.name} has a plan: {search.why()}")
+        return search.result()
 
 
 @dataclass
@@ -397,7 +399,7 @@ class _PipelineSearch:
             setup = min(left, key=self.expected_seconds)
             left.remove(setup)
             self.ratios[setup] = math.inf
-            with self.estimated.attempt(str(setup)):
+            with self.estimated.attempt(str(setup)), shown_progress(f"estimate of {setup}"):
                 estimate = of.of(setup)
                 log.info("%s, %s: %s", setup, estimate.schedule, show_seconds(estimate.seconds))
                 self.ratios[setup] = estimate.seconds / of.guess(setup)
@@ -469,7 +471,7 @@ class _PipelineSearch:
             if full.is_pruned(estimate.seconds) or (full.best is not None and tries >= MOST_FULL_PLANS):
                 continue
             tries += 1
-            with full.attempt(self._estimate_text(estimate)):
+            with full.attempt(self._estimate_text(estimate)), shown_progress(f"plan of {estimate.setup}"):
                 plan = self._in_full(estimate)
                 log.info("%s in full: %s", self._estimate_text(estimate), show_seconds(plan.cost.total_s))
                 full.add((plan, estimate))

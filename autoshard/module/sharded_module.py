@@ -43,6 +43,7 @@ from autoshard.passes.capture.exported.pytrees import (
 from autoshard.passes.ir.graph import Graph
 from autoshard.plans.plan import Plan
 from autoshard.report.record import Collective
+from autoshard.report.text import short_text
 from autoshard.runtime.programs.module import RankModule
 from autoshard.runtime.transport.torch_state import autocast_state, without_autocast
 from autoshard.serving import is_serving_asked
@@ -208,9 +209,14 @@ class ShardedModule(CompilingModule):
         return super().load_state_dict(*args, **kwargs)
 
     def __str__(self) -> str:
-        return str(self.plan) if self._latest is not None else f"ShardedModule({self._title}, not compiled yet)"
+        return repr(self) if self._latest is None else str(self.plan)
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        compiled = f"{self._title}, not compiled yet" if self._latest is None else short_text(self.plan)
+        return f"<ShardedModule: {compiled}>"
+
+    def _repr_html_(self) -> str | None:
+        return None if self._latest is None else self.plan._repr_html_()
 
     # --- running ---
 

@@ -30,7 +30,15 @@ from autoshard.passes.redistribute.pricing import UNSHARED_MESSAGES, MessageShar
 from autoshard.passes.rules.facts import is_view
 from autoshard.passes.rules.restrictions import has_rule
 from autoshard.plans.plan import Plan
-from autoshard.report.record import REASON_SEPARATOR, RECOMPUTED_SUFFIX, REGATHERED_SUFFIX, Choice, Collective, Cost
+from autoshard.report.record import (
+    REASON_SEPARATOR,
+    RECOMPUTED_SUFFIX,
+    REGATHERED_SUFFIX,
+    Choice,
+    Collective,
+    Cost,
+    axes_without_work,
+)
 from autoshard.report.schedule import step_end
 from autoshard.report.text import utilisation
 
@@ -335,9 +343,12 @@ def _plan_notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str
     """Notes: unused axes, data-dependent lengths, operations without a sharding rule."""
     mesh = program.mesh
     yield from _length_notes(program.graph, mesh)
-    for number, axis in enumerate(mesh.axes):
-        if mesh.size_of(axis) > 1 and not any(isinstance(x[axis], Shard) for x in program.layouts.values()):
-            yield f"axis {axis} is not used: every tensor is replicated along it, because {_why_replicated(choices, number)}"
+    for axis in axes_without_work(mesh, choices):
+        why = _why_replicated(choices, mesh.index(axis))
+        if any(isinstance(x[axis], Shard) for x in program.layouts.values()):
+            yield f"axis {axis} divides no work: tensors are sharded along it, but its ranks compute the same, because {why}"
+        else:
+            yield f"axis {axis} is not used: every tensor is replicated along it, because {why}"
     rigid = [n for n in program.graph.nodes if _has_data_dependent_length(n, program)]
     if rigid:
         first = rigid[0]

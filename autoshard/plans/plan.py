@@ -15,17 +15,23 @@ from autoshard.passes.microbatch import MicroBatches
 from autoshard.passes.pipeline import Stages
 from autoshard.report.explain import diff, explain
 from autoshard.report.record import Record
-from autoshard.report.text import plan_text
+from autoshard.report.text import plan_html, plan_text, short_text
 from autoshard.report.tp_plan import TpPlan, tp_plan
 from autoshard.viz import visualize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(Record):
     """All choices for a model on a mesh; ``str()`` gives tables."""
 
     def __str__(self) -> str:
         return plan_text(self)
+
+    def __repr__(self) -> str:
+        return f"<Plan: {short_text(self)}>"
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)
 
     def explain(self, name: str) -> str:
         """Reasons and alternatives for a parameter, module (fnmatch pattern) or operation."""

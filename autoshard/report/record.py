@@ -16,6 +16,7 @@ from autoshard.hardware.schema import SchemaError, parse_json, read_as
 from autoshard.hardware.schema import read_fields as fields_from
 from autoshard.layout import Grouped, Invariant, Layout, Owned, Partial, Placement, Replicate, Shard
 from autoshard.mesh import Mesh
+from autoshard.passes.ir.assignment import is_dividing_label
 from autoshard.passes.ir.memory import Memory, Recomputed
 from autoshard.passes.ir.text import show_bytes, show_seconds
 from autoshard.passes.pipeline.schedules import SCHEDULES
@@ -351,6 +352,12 @@ class Record:
         return into, back
 
     @property
+    def idle_axes(self) -> tuple[str, ...]:
+        """Mesh axes, other than that of the stages, along which no product is divided."""
+        found = axes_without_work(self.mesh, self.choices)
+        return tuple(axis for axis in found if self.staged is None or axis != self.staged.axis)
+
+    @property
     def lower_bound(self) -> float:
         """:attr:`Cost.lower_bound`"""
         return self.cost.lower_bound
@@ -369,6 +376,16 @@ class Record:
             return _decoded(cls, parse_json(text))
         except (AutoshardError, RecursionError, SchemaError) as error:
             raise PlanError(f"this is not a plan that autoshard wrote: {error}") from error
+
+
+def axes_without_work(mesh: Mesh, choices: Mapping[str, Choice]) -> tuple[str, ...]:
+    """Axes of several ranks that all compute the same products (without products: the same)."""
+    heavy = [choice for choice in choices.values() if choice.flops] or [*choices.values()]
+    return tuple(
+        axis
+        for i, axis in enumerate(mesh.axes)
+        if mesh.shape[i] > 1 and not any(is_dividing_label(choice.labels[i]) for choice in heavy)
+    )
 
 
 def local_bytes(plan: Record, name: str) -> int:

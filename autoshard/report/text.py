@@ -35,6 +35,21 @@ def plan_text(plan: Record, width: int | None = None) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
+def short_text(plan: Record) -> str:
+    """``plan`` in one line: ``Llama on h100, mesh dp=2, tp=8: 122 ms a step, 51.9 GB per rank``."""
+    cost = plan.cost
+    where = f"{plan.title or 'a model'} on {plan.mesh.hardware.name}, mesh {plan.mesh}"
+    return f"{where}: {show_seconds(cost.total_s)} a step, {show_bytes(cost.memory_bytes)} per rank"
+
+
+def plan_html(plan: Record) -> str:
+    """``plan`` as HTML for notebooks: the tables of :func:`plan_text`, which scroll sideways."""
+    console = Console(file=io.StringIO(), width=TEXT_WIDTH, record=True, legacy_windows=False)
+    console.print(plan_table(plan))
+    style = "font-family: monospace; line-height: 1.3; white-space: pre; overflow-x: auto"
+    return console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
+
+
 def plan_table(plan: Record) -> RenderableType:
     """``plan`` as a rich renderable."""
     parts: list[RenderableType] = [

@@ -344,13 +344,27 @@ class _Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("out", "shown"), [(_Terminal(), True), (io.StringIO(), False)])
-def test_progress_is_for_terminals(out: io.StringIO, shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_on_terminals_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoshard.progress.SILENT_SECONDS", 0.05)
+    out = _Terminal()
     with shown_progress("planning", out):
         time.sleep(0.1)
-    assert bool(re.search(r"planning … \d+ s\rautoshard: planning   \d\.\d s\n$", out.getvalue())) is shown
-    assert bool(out.getvalue()) is shown
+    assert re.fullmatch(r"\rautoshard: planning … \d+ s\rautoshard: planning   \d\.\d s\n", out.getvalue())
+
+
+def test_progress_in_logs_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting doubles; a phase inside another is named in its lines, and writes none."""
+    monkeypatch.setattr("autoshard.progress.LOG_SECONDS", 0.1)
+    out = io.StringIO()
+    with shown_progress("meshes of 64", out), shown_progress("mesh 8 × 8", out):
+        time.sleep(0.4)
+    during, after = r"autoshard: meshes of 64, mesh 8 × 8 … 0 s\n", r"autoshard: meshes of 64   0\.\d s\n"
+    assert re.fullmatch(f"({during}){{2}}{after}", out.getvalue())
+    monkeypatch.setenv("RANK", "1")
+    silent = io.StringIO()
+    with shown_progress("planning", silent):
+        time.sleep(0.2)
+    assert silent.getvalue() == ""
 
 
 def test_progress_is_silent_for_short_stages() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,7 +59,7 @@ from autoshard.passes.capture.specialization.eager_semantics import with_caller_
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.microbatch import check_lengths
 from autoshard.plans.options import CallArguments, CompileOptions, KnownLayouts
-from autoshard.plans.plan import Compiled
+from autoshard.plans.plan import Compiled, Plan
 from autoshard.plans.stages import mesh_without_axis
 from autoshard.runtime.transport.torch_state import without_autocast
 from autoshard.serving import with_serving_layouts
@@ -74,6 +77,25 @@ class CompileSettings:
     gather_outputs: bool | None = None
     dynamic: Dynamic = False
     inputs: InputScope = "global"
+
+
+def _warn_of_idle_axes(title: str, plan: Plan) -> None:
+    """Warn, in one line with the way out, of mesh axes along which no work is divided."""
+    idle, mesh = plan.idle_axes, plan.mesh
+    if not idle:
+        return
+    all_idle = math.prod(map(mesh.size_of, idle)) == mesh.size
+    what = f": all {mesh.size} ranks compute the same" if all_idle else f" along {mesh.text_of(idle)}"
+    elsewhere = ", or plan for the machine that will run it: Mesh({…}, hardware='h100')" if mesh.hardware.cpu else ""
+    _warn_once(
+        f"{title}: no work is divided{what} (mesh {mesh}, planned for {mesh.hardware.name}; plan.notes says why). "
+        f"Use a larger batch, ask for it with like={{{idle[0]!r}: 'fsdp'}}{elsewhere}"
+    )
+
+
+@cache
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 class CompilingModule(FixedModule):
@@ -315,6 +337,8 @@ class CompilingModule(FixedModule):
     ) -> Compiled:
         """Compile for these arguments. ``options``: see :func:`capture`."""
         found = compile_model(model, self.mesh, *example, opts, known, **options)
+        if self._parameter_layouts is None and opts.like != "replicate" and os.environ.get("RANK", "0") == "0":
+            _warn_of_idle_axes(self._title, found.plan)
         return note_inference_layouts(self._executables, found)
 
     def _whole_buffer(self, name: str) -> torch.Tensor:
