@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,9 @@ from typing import NamedTuple
 from autoshard.compiler import compile_graph
 from autoshard.errors import MeshError, PlanError
 from autoshard.hardware import Hardware
+from autoshard.layout import Grouped, Layout, Owned, Shard
 from autoshard.mesh import Mesh
+from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import record_conditions
@@ -19,7 +22,7 @@ from autoshard.passes.ir.text import show_seconds
 from autoshard.passes.lower.lowering import with_length_conditions
 from autoshard.passes.memory import lower_and_simulate
 from autoshard.passes.propagate.named_strategies.strategies import axes_by_role
-from autoshard.passes.propagate.op_space import OpSpaces
+from autoshard.passes.propagate.op_space import OpSpaces, is_feasible
 from autoshard.passes.search.candidates import Candidates
 from autoshard.plans.describe import describe_program
 from autoshard.plans.options import CompileOptions
@@ -96,7 +99,7 @@ class MeshSearch:
             return
         with self.meshes.attempt(f"a mesh of {name}"), shown_progress(f"mesh {name}"):
             graph, program, plan = self._planned(mesh)
-            named = Mesh(axes_by_role(graph, program.assignment), self.hardware)
+            named = Mesh(axes_by_role(graph, self._joined(program.assignment)), self.hardware)
             plan = replace(plan, mesh=named)  # its texts keep the old names
             log.info("mesh %s: %s", named, show_seconds(self.seconds(plan)))
             self.meshes.add(MeshPlan(shape, plan, program))
@@ -113,11 +116,14 @@ class MeshSearch:
         found = compile_graph(self.graph, mesh, self.opts, dumped=False)
         return found.graph, found.program, found.plan
 
+    def _joined(self, assignment: Assignment) -> Assignment:
+        return with_joined_axes(assignment)
+
     def _named(self, best: MeshPlan) -> Plan:
         """The plan described again with the names of its mesh's axes."""
-        plan = best.plan
+        plan, assignment = best.plan, self._joined(best.program.assignment)
         with record_conditions() as decided:
-            program, memory = lower_and_simulate(best.program.assignment.on(plan.mesh), self.opts.optimizer)
+            program, memory = lower_and_simulate(assignment.on(plan.mesh), self.opts.optimizer)
         found = describe_program(with_length_conditions(program, decided), self.opts.title, self.opts.optimizer, memory)
         return replace(found, like=plan.like, mixed_precision=plan.mixed_precision, folded=plan.folded)
 
@@ -161,6 +167,50 @@ def divided_mesh_shape(shape: tuple[int, ...], per_node: int) -> tuple[int, ...]
     return (*shape[:i], shape[i] // least, least, *shape[i + 1 :]) if least else shape
 
 
+def with_joined_axes(assignment: Assignment) -> Assignment:
+    """``assignment`` with neighbouring mesh axes that are one group everywhere as one axis.
+
+    A mesh of 8 × 8 along which every value is sharded alike is a mesh of 64.
+    """
+    mesh, every = assignment.mesh, (*assignment.layouts.values(), *assignment.shared.values())
+    every = (*every, *(x for x in assignment.outputs if x is not None))
+    for i in range(mesh.ndim - 1):
+        outer, inner = mesh.axes[i : i + 2]
+        sizes = {a: n * (mesh.size_of(inner) if a == outer else 1) for a, n in zip(mesh.axes, mesh.shape, strict=True)}
+        joined = Mesh({a: n for a, n in sizes.items() if a != inner}, mesh.hardware)
+        alike = all(choice[i] == choice[i + 1] for choice in assignment.choices.values())
+        if not alike or not all(_is_one_group(layout, outer, inner) for layout in every):
+            continue
+        choices = {name: (*c[:i], *c[i + 1 :]) for name, c in assignment.choices.items()}
+        if not all(is_feasible(choice, joined) for choice in choices.values()):
+            continue
+
+        def moved(layout: Layout, to: Mesh = joined) -> Layout:
+            return Layout(to, {a: layout[a] for a in to.axes}, [a for a in layout.order if a in to.axes])
+
+        return with_joined_axes(
+            replace(
+                assignment,
+                mesh=joined,
+                choices=choices,
+                layouts={name: moved(x) for name, x in assignment.layouts.items()},
+                shared={name: moved(x) for name, x in assignment.shared.items()},
+                outputs=tuple(None if x is None else moved(x) for x in assignment.outputs),
+            )
+        )
+    return assignment
+
+
+def _is_one_group(layout: Layout, outer: str, inner: str) -> bool:
+    """Whether two neighbouring axes do the same to a value, one directly inside the other."""
+    if layout[outer] != layout[inner] or isinstance(layout[outer], Owned | Grouped):
+        return False
+    if not isinstance(layout[outer], Shard):
+        return True
+    sharding = layout.axes_of(layout[outer].dim)
+    return (outer, inner) in itertools.pairwise(sharding)
+
+
 def least_mesh_seconds(graph: Graph, mesh: Mesh) -> float:
     """Lower bound (seconds) of plans on ``mesh``: cheapest operations, free redistribution."""
     spaces = OpSpaces(graph, mesh)
@@ -202,6 +252,9 @@ class _ServingSearch(MeshSearch):
         assert plan.serving is not None
         of_tokens = next(n for n, call in enumerate(found.calls) if call.name == plan.serving.decode.name)
         return found.calls[of_tokens].graph, found.programs[of_tokens], plan
+
+    def _joined(self, assignment: Assignment) -> Assignment:
+        return assignment  # one of several, which share the mesh
 
     def _named(self, best: MeshPlan) -> Plan:
         """The plan of all calls, with the names of the mesh's axes."""

@@ -31,6 +31,7 @@ from autoshard.passes.rules.facts import is_view
 from autoshard.passes.rules.restrictions import has_rule
 from autoshard.plans.plan import Plan
 from autoshard.report.record import (
+    GRADIENT_SUM,
     REASON_SEPARATOR,
     RECOMPUTED_SUFFIX,
     REGATHERED_SUFFIX,
@@ -40,7 +41,7 @@ from autoshard.report.record import (
     axes_without_work,
 )
 from autoshard.report.schedule import step_end
-from autoshard.report.text import utilisation
+from autoshard.report.text import show_layout, utilisation
 
 ONCE_PER_STEP = 0
 """in place of a count: once for all micro-batches"""
@@ -108,7 +109,7 @@ def _plan_choices(program: Program, searched: Objective, optimizer: str) -> dict
     """Choice per operation."""
     graph, assignment = program.graph, program.assignment
     public, others = {i.name: i.fqn for i in graph.inputs}, alternatives(assignment, optimizer=optimizer)
-    shown = cache(lambda placed: str(Layout(program.mesh, placed)))
+    shown = cache(lambda placed: show_layout(Layout(program.mesh, placed)))
     found = {}
     for node in graph.nodes:
         compute = searched.spaces[node].compute()
@@ -267,7 +268,8 @@ def _step_collectives(
         return
     public = program.graph.fqns.get(s.value, s.value)
     op = s.node.name if s.node is not None else ""
-    reason = f"{public}: {step.src} → {step.dst}"
+    before, after = show_layout(step.src), show_layout(step.dst)
+    reason = f"{public}: {GRADIENT_SUM if before == after else f'{before} → {after}'}"
     forward, backward, _ = _step_seconds(step)
     graph, way = program.assignment.graph, (step.src, step.dst)
     ahead, back = seconds_between(graph, copy_seconds, program.types[s.value], *way, s.parameter, share)

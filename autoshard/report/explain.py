@@ -13,7 +13,7 @@ from autoshard.errors import PlanError
 from autoshard.passes.ir.assignment import is_dividing_label
 from autoshard.passes.ir.text import enclosing_modules, show_bytes, show_flops, show_seconds
 from autoshard.report.record import Choice, Collective, Record, local_bytes
-from autoshard.report.text import layer_glob, ranged_name, reasons_text, short_op, show_layout
+from autoshard.report.text import layer_glob, ranged_name, reasons_text, short_op, show_layout, shown_labels
 
 MOST_LISTED = 12
 """most parameters and operations of a module, or collectives, that are listed"""
@@ -110,7 +110,7 @@ def _tensor_lines(plan: Record, name: str) -> Iterator[str]:
     for node, choice in plan.choices.items():
         for value, use in zip(choice.inputs, choice.uses, strict=True):
             if value == name:
-                yield f"  read as {use.replace('I@', 'R@')} by {node} ({_choice_text(choice)}), {_sharding_text(plan, choice)}"
+                yield f"  read as {use} by {node} ({_choice_text(choice)}), {_sharding_text(plan, choice)}"
                 yield from _alternative_lines(plan, choice, "    ")
     yield from _collective_lines(c for c in plan.collectives if _is_moved_by(c, {name}))
 
@@ -125,7 +125,7 @@ def _operation_lines(plan: Record, node: str) -> Iterator[str]:
     yield f"{node}: {_choice_text(choice)}" + (f" at {choice.source}" if choice.source else "")
     yield f"  runs {_sharding_text(plan, choice)} in {show_seconds(choice.seconds)}; {_choice_reason(plan, choice)}"
     for value, use in zip(choice.inputs, choice.uses, strict=True):
-        yield f"  reads {value} {list(plan.shapes[value])} as {use.replace('I@', 'R@')}"
+        yield f"  reads {value} {list(plan.shapes[value])} as {use}"
     for value in choice.outputs:
         yield f"  makes {value} {list(plan.shapes[value])} as {show_layout(plan.layouts[value])}"
     made = {node, *choice.outputs}
@@ -169,13 +169,6 @@ def _is_moved_by(c: Collective, names: Iterable[str]) -> bool:
     return not {c.value, *c.also}.isdisjoint(names)
 
 
-def _reason_text(reason: str) -> str:
-    """``reason`` with I shown as R, except for gradient sums, where only I and R differ."""
-    value, _, change = reason.partition(": ")
-    before, arrow, after = change.replace("I@", "R@").partition(" → ")
-    return f"{value}: gradients added ({change})" if arrow and before == after else reason.replace("I@", "R@")
-
-
 def _choice_text(choice: Choice) -> str:
     return f"{short_op(choice)} in {choice.fqn or '(root)'}"
 
@@ -214,7 +207,7 @@ def _collective_lines(collectives: Iterable[Collective]) -> Iterator[str]:
     for c in found[:MOST_LISTED]:
         yield (
             f"  sends {show_bytes(c.bytes)} by {c.kind_on_axes} {c.phase}, {show_seconds(c.seconds)}: "
-            f"{reasons_text(map(_reason_text, c.reasons))}"
+            f"{reasons_text(c.reasons)}"
         )
     if rest := found[MOST_LISTED:]:
         more = "1 collective" if len(rest) == 1 else f"{len(rest)} collectives"
@@ -291,9 +284,8 @@ def _operation_differences(plan: Record, other: Record) -> list[tuple[str, str, 
     """(operation, left, right) of operations with FLOPs that are sharded along other factors."""
 
     def shown(p: Record, node: str) -> str:
-        return " ".join(f"{x}@{axis}" for x, axis in zip(p.choices[node].labels, p.mesh.axes, strict=True)).replace(
-            "I@", "R@"
-        )
+        labels = shown_labels(p.choices[node].labels)
+        return " ".join(f"{x}@{axis}" for x, axis in zip(labels, p.mesh.axes, strict=True))
 
     shared = [n for n, c in plan.choices.items() if c.flops and n in other.choices and other.choices[n].op == c.op]
     pairs = {n: (shown(plan, n), shown(other, n)) for n in shared}

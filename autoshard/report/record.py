@@ -121,6 +121,9 @@ Kind = TypeVar("Kind", bound="Record")
 REASON_SEPARATOR = "; "
 """separator of the reasons of several values in one collective"""
 
+GRADIENT_SUM = "add its gradients"
+"""reason of a collective that sums the gradients of a replicated value"""
+
 RECOMPUTED_SUFFIX, REGATHERED_SUFFIX = "(recomputed)", "(gathered again)"
 """ends of the reasons of collectives that the backward repeats"""
 

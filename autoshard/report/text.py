@@ -19,7 +19,16 @@ from autoshard.layout import Invariant, Layout, Replicate
 from autoshard.passes.ir.memory import Recomputed
 from autoshard.passes.ir.text import is_number, show_bytes, show_flops, show_seconds
 from autoshard.report.pipeline import stage_rows
-from autoshard.report.record import REASON_SEPARATOR, Choice, Collective, Cost, Record, local_bytes, serving_text
+from autoshard.report.record import (
+    GRADIENT_SUM,
+    REASON_SEPARATOR,
+    Choice,
+    Collective,
+    Cost,
+    Record,
+    local_bytes,
+    serving_text,
+)
 
 TEXT_WIDTH = 120
 """columns of text that does not go to a terminal"""
@@ -76,6 +85,11 @@ def show_layout(layout: Layout) -> str:
     """``layout`` as users see it: sharded axes first; Replicate and Invariant are both R."""
     changes = {a: Replicate() for a in layout.axes_with(Invariant)}
     return str(layout.replace(changes))
+
+
+def shown_labels(labels: Sequence[str]) -> list[str]:
+    """Labels of a strategy, one per mesh axis, in the letters of :func:`show_layout`."""
+    return ["R" if label == "I" else label for label in labels]
 
 
 def layer_glob(fqn: str) -> str:
@@ -206,7 +220,7 @@ def parameter_rows(plan: Record) -> tuple[ParameterRow, ...]:
     groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for name, kind in plan.kinds.items():
         if kind in ("parameter", "buffer", "input"):
-            groups.setdefault((layer_glob(name), plan.shapes[name], str(plan.layouts[name])), []).append(name)
+            groups.setdefault((layer_glob(name), plan.shapes[name], show_layout(plan.layouts[name])), []).append(name)
     split = Counter(glob for glob, _, _ in groups)
     return tuple(
         ParameterRow(
@@ -264,18 +278,18 @@ def _layout_change_text(c: Collective) -> str:
     """The redistribution and its value without layer numbers: ``linear P@tp → S(1)@tp``."""
     reason, *others = c.reasons
     value, colon, change = reason.partition(": ")
-    if not colon or " → " not in change:
+    if not colon or (" → " not in change and not change.startswith(GRADIENT_SUM)):
         return reasons_text(c.reasons)
     more = f" and {len(others)} more" if others else ""
+    what = value.rpartition(".")[2] if "." in value else re.sub(r"_\d+$", "", value)
+    if change.startswith(GRADIENT_SUM):
+        return f"{what}: {change}{more}"
     change, again, _ = change.partition(" (")
     src, dst = (side.split() for side in change.split(" → "))
     before, after = " ".join(x for x in src if x not in dst), " ".join(x for x in dst if x not in src)
     if not before and not after:  # in another order
         before, after = " ".join(src), " ".join(dst)
-    what = value.rpartition(".")[2] if "." in value else re.sub(r"_\d+$", "", value)
-    if c.phase == "backward" and before.replace("I@", "R@") == after:
-        return f"{what}: add its gradients{more}"
-    return f"{what} {before} → {after}".replace("I@", "R@") + (" again" if again else "") + more
+    return f"{what} {before} → {after}" + (" again" if again else "") + more
 
 
 def reasons_text(reasons: Iterable[str]) -> str:

@@ -172,7 +172,8 @@ class _Builder:
 
     def operand(self, value: str, use: str, op: str, choice: Choice) -> int | None:
         """The item that an operation reads ``value`` from, after its collectives."""
-        if (value, use) in self.made:
+        steps = self.steps.get((value, op), ())
+        if (value, use) in self.made and not steps:
             return self.made[value, use]
         kind = self.plan.kinds.get(value, "value")
         source = self.source.get(value)
@@ -182,7 +183,10 @@ class _Builder:
                 title = value[len(choice.fqn) + 1 :] if value.startswith(choice.fqn + ".") else value
                 self.tensors[key] = self.add(choice.fqn, "tensor", title, value)
             source = self.tensors[key]
-        return self.chain(value, self.steps.get((value, op), ()), source, choice.fqn)
+        end = self.chain(value, steps, source, choice.fqn)
+        if steps and end is not None:
+            self.made[value, use] = end
+        return end
 
     def chain(self, value: str, groups: Sequence[tuple[int, ...]], source: int | None, path: str) -> int | None:
         for group in groups:

@@ -10,7 +10,15 @@ from typing import Any
 
 from autoshard.layout import Layout
 from autoshard.report.record import Record, local_bytes
-from autoshard.report.text import collective_rows, hot_spots, memory_parts, short_op, utilisation
+from autoshard.report.text import (
+    collective_rows,
+    hot_spots,
+    memory_parts,
+    short_op,
+    show_layout,
+    shown_labels,
+    utilisation,
+)
 from autoshard.viz.drawing import Box, Drawing, Item, drawing, is_view_choice
 from autoshard.viz.trace import memory_over_time, pipeline_chart
 
@@ -71,7 +79,8 @@ class _Payload:
         }
 
     def layout(self, layout: Layout | str) -> int:
-        return self.layouts.setdefault(str(layout), len(self.layouts))
+        text = layout if isinstance(layout, str) else show_layout(layout)
+        return self.layouts.setdefault(text, len(self.layouts))
 
     def value(self, name: str) -> int:
         if name not in self.values:
@@ -125,14 +134,14 @@ class _Payload:
             "op": c.op,
             "short": short_op(c),
             "source": c.source,
-            "labels": list(c.labels),
+            "labels": shown_labels(c.labels),
             "flops": c.flops,
             "seconds": c.seconds,
             "view": is_view_choice(c),
             "rule": c.has_rule,
             "inputs": [[self.value(v), self.layout(use)] for v, use in zip(c.inputs, c.uses, strict=True)],
             "outputs": [self.value(o) for o in c.outputs],
-            "others": [[list(labels), seconds] for labels, seconds in c.alternatives],
+            "others": [[shown_labels(labels), seconds] for labels, seconds in c.alternatives],
         }
 
     def collectives(self, drawn: Drawing) -> list[list[Any]]:

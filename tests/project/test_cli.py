@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +15,8 @@ import pytest
 import transformers
 
 import autoshard.runtime
-from autoshard.cli import main
+from autoshard import models
+from autoshard.cli import EXAMPLES, main
 
 pytestmark = pytest.mark.usefixtures("remembering")
 
@@ -169,6 +173,148 @@ def test_show_prints_source_and_draws(capsys: pytest.CaptureFixture[str], tmp_pa
     path = tmp_path / "plan.json"
     assert main(["show", *MLP, "--out", str(path)]) == 0
     assert json.loads(path.read_text(encoding="utf-8"))
+
+
+def _dtype(asked: list[str], tmp_path: Path) -> tuple[set[str], str]:
+    """(dtypes of the parameters, dtype of the products) of a plan by the command line."""
+    path = tmp_path / "plan.json"
+    assert main(["plan", *asked, "--json", str(path)]) == 0
+    plan = autoshard.Plan.from_json(path.read_text(encoding="utf-8"))
+    products = {plan.dtypes[c.outputs[0]] for c in plan.choices.values() if "linear" in c.op}
+    return {plan.dtypes[n] for n, kind in plan.kinds.items() if kind == "parameter"}, products.pop()
+
+
+@pytest.mark.slow_cases("mixed-hf:llama", "dtype-hf:llama", "gpu-hf:llama")
+@pytest.mark.parametrize("model", ["llama", "moe", "hf:llama"])
+@pytest.mark.parametrize(
+    ("asked", "kept", "computed"),
+    [
+        (["--hardware", "h100"], "bfloat16", "bfloat16"),
+        (["--hardware", "cpu"], "float32", "float32"),
+        (["--hardware", "cpu", "--dtype", "float16"], "float16", "float16"),
+        (["--hardware", "h100", "--mixed-precision", "bfloat16"], "float32", "bfloat16"),
+    ],
+    ids=["gpu", "cpu", "dtype", "mixed"],
+)
+def test_the_dtype_of_a_model(model: str, asked: list[str], kept: str, computed: str, tmp_path: Path) -> None:
+    assert _dtype([model, "--mesh", "tp=2", *asked], tmp_path) == ({kept}, computed)
+
+
+@pytest.mark.usefixtures("module")
+def test_a_users_model_keeps_its_dtype_unless_asked(tmp_path: Path) -> None:
+    asked = ["my_models.nets:with_inputs", "--mesh", "tp=2", "--hardware", "h100"]
+    assert _dtype(asked, tmp_path) == ({"float32"}, "float32")
+    assert _dtype([*asked, "--dtype", "bfloat16"], tmp_path) == ({"bfloat16"}, "bfloat16")
+
+
+def test_a_plan_in_16_bits_is_verified_in_16_bits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, small = tmp_path / "plan.json", ["llama", "--batch", "2", "--seq", "8"]
+    like = ["--like", "megatron", "--mesh", "tp=2", "--hardware", "h100"]
+    assert main(["plan", *small, *like, "--json", str(path)]) == 0
+    capsys.readouterr()
+    assert main(["verify", *small, "--plan", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("verify on mesh tp=2: ok")
+
+
+def test_plan_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "plan.html"
+    assert main(["plan", *MLP, "--out", str(out)]) == 0
+    assert f"plan drawn to {out}" in capsys.readouterr().out
+    assert "<html" in out.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("size", "least"), [("40GB", 40e9), ("512 MiB", 2**29), ("4e10", 4e10), ("1.5kb", 1500.0), ("12", 12.0)]
+)
+def test_sizes_have_units(size: str, least: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    monkeypatch.setattr("autoshard.cli._plan_command", lambda options: given.append(options.memory_budget) or 0)
+    assert main(["plan", *MLP, "--memory-budget", size]) == 0
+    assert given == [least]
+
+
+@pytest.mark.parametrize("size", ["40XB", "GB", "1.2.3GB", "-4GB"])
+def test_what_is_no_size(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", *MLP, f"--memory-budget={size}"])
+    assert f"{size!r} is no size, such as 40GB" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert re.fullmatch(rf"autoshard {autoshard.__version__}, torch [\w.+]+\n", capsys.readouterr().out)
+
+
+def test_an_unknown_model_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "lama", "--mesh", "tp=2"]) == 2
+    told = capsys.readouterr().err
+    assert all(name in told for name in models.names())
+
+
+COMMANDS = [line.strip() for text in EXAMPLES.values() for line in text.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_examples_of_the_help_are_in_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = next(name for name, text in EXAMPLES.items() if command in text)
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    assert command in capsys.readouterr().out
+
+
+LARGE = ("llama:8b", "--devices", "gpt:small")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(c, marks=[pytest.mark.slow] if any(x in c for x in (*LARGE, "demo", "hf:")) else [])
+        for c in COMMANDS
+        if c.startswith("autoshard") and "completion" not in c
+    ],
+)
+def test_examples_of_the_help_run(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)[1:]) == 0
+    assert capsys.readouterr().out
+
+
+def _completed(script: Path, *words: str) -> list[str]:
+    asked = f"source {script}; COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}; _autoshard"
+    done = subprocess.run(
+        ["bash", "-c", f"{asked}; echo ${{COMPREPLY[@]}}"], capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+def test_bash_completes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "completion"
+    assert main(["completion", "bash"]) == 0
+    script.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert _completed(script, "autoshard", "exp") == ["explain"]
+    assert _completed(script, "autoshard", "plan", "llama:") == [n for n in models.names() if n.startswith("llama:")]
+    assert _completed(script, "autoshard", "verify", "gpt", "--st") == ["--stages", "--stages-per-rank", "--steps"]
+    assert _completed(script, "autoshard", "plan", "gpt", "--recompute", "") == ["auto", "none", "blocks", "selective"]
+    assert _completed(script, "autoshard", "plan", "gpt", "--hardware", "h1") == ["h100", "h100_torch2.11"]
+    assert _completed(script, "autoshard", "plan", "gpt", "--batch", "") == []
+
+
+def test_the_other_shells_have_every_option(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["completion", "fish"]) == 0
+    fish = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    options = set(re.findall(r"^  --([a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    assert {"mesh", "dtype", "out"} <= options
+    for option in options:
+        assert re.search(rf"seen_subcommand_from plan' -l {option} ", fish), option
+    if shutil.which("fish"):
+        (tmp_path / "a.fish").write_text(fish, encoding="utf-8")
+        subprocess.run(["fish", "--no-execute", str(tmp_path / "a.fish")], check=True)
 
 
 MODULE = """

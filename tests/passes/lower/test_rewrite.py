@@ -220,7 +220,7 @@ def test_scalars_ready_together_are_one_all_reduce() -> None:
     )
     found = [c for c in sharded.collectives if c.kind == "all_reduce" and c.phase == "forward"]
     assert [c.bytes for c in found] == [2 * 3 / 4 * 2 * 4]
-    assert found[0].reason == "mean: P@dp → I@dp; mean_1: P@dp → I@dp"
+    assert found[0].reason == "mean: P@dp → R@dp; mean_1: P@dp → R@dp"
 
 
 def test_together_is_equal_and_moves_what_is_predicted() -> None:
