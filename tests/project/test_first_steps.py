@@ -145,9 +145,10 @@ def test_texts_are_short_and_notebooks_show_the_table() -> None:
     assert html == sharded._repr_html_()
     assert html.startswith("<pre")
     assert "S(0)@tp" in html
-    assert "<script" not in autoshard.plan(
-        type("<script>", (nn.Linear,), {})(4, 4), {"tp": 2}, (torch.ones(2, 4),)
-    )._repr_html_()
+    assert (
+        "<script"
+        not in autoshard.plan(type("<script>", (nn.Linear,), {})(4, 4), {"tp": 2}, (torch.ones(2, 4),))._repr_html_()
+    )
 
 
 def test_reports_have_one_letter_for_replicated_tensors() -> None:

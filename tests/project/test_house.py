@@ -55,13 +55,13 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 72296,
-    "tokens": 617543,
-    "lines over 100 columns": 4307,
-    "files": 332,
+    "lines": 72768,
+    "tokens": 620448,
+    "lines over 100 columns": 4340,
+    "files": 333,
     "files under 60 lines": 10,
     "names at module level in 3 or more files": 6,
-    "numeric constants at module level": 170,
+    "numeric constants at module level": 171,
     "private names of torch, however imported": 110,
     "private paths of torch": 41,
     "files that name a private path of torch": 9,
