@@ -268,9 +268,11 @@ def _bytes_argument(text: str) -> float:
     """Bytes of a size such as 40GB, 512 MiB or 40e9."""
     found = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*([a-z]*)", text.strip().lower())
     try:
-        return float(found[1]) * BYTE_UNITS[found[2]]  # type: ignore[index]
-    except (TypeError, ValueError, KeyError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 40GB, 512MiB or 40e9") from None
+        if found is not None and found[2] in BYTE_UNITS:
+            return float(found[1]) * int(BYTE_UNITS[found[2]])
+    except ValueError:  # 1.2.3
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 40GB, 512MiB or 40e9")
 
 
 def _micro_batches_argument(text: str) -> int | str:

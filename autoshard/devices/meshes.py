@@ -203,12 +203,10 @@ def with_joined_axes(assignment: Assignment) -> Assignment:
 
 def _is_one_group(layout: Layout, outer: str, inner: str) -> bool:
     """Whether two neighbouring axes do the same to a value, one directly inside the other."""
-    if layout[outer] != layout[inner] or isinstance(layout[outer], Owned | Grouped):
+    placed = layout[outer]
+    if placed != layout[inner] or isinstance(placed, Owned | Grouped):
         return False
-    if not isinstance(layout[outer], Shard):
-        return True
-    sharding = layout.axes_of(layout[outer].dim)
-    return (outer, inner) in itertools.pairwise(sharding)
+    return not isinstance(placed, Shard) or (outer, inner) in itertools.pairwise(layout.axes_of(placed.dim))
 
 
 def least_mesh_seconds(graph: Graph, mesh: Mesh) -> float:

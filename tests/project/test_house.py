@@ -55,9 +55,9 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 72768,
-    "tokens": 620448,
-    "lines over 100 columns": 4340,
+    "lines": 72767,
+    "tokens": 620453,
+    "lines over 100 columns": 4341,
     "files": 333,
     "files under 60 lines": 10,
     "names at module level in 3 or more files": 6,
