@@ -66,7 +66,7 @@ def dump_compilation(plan: Plan, program: Program, source: Callable[[], str], fo
     _log_stage("code", source)
     if folder is None:
         return
-    _write_stage_file(folder, "02_plan.txt", str(plan))
+    _write_stage_file(folder, "02_plan.txt", plan.report())
     _write_stage_file(folder, "03_program.txt", str(program))
     _write_stage_file(folder, "04_rank_module.py", source())
     for name in ("plan.json", "plan.html", "plan.dot", "plan.trace.json"):

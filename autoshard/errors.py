@@ -29,6 +29,17 @@ class PlanError(AutoshardError, RuntimeError):
     """No plan satisfies the constraints, or a given plan does not fit the model."""
 
 
+class BudgetError(PlanError):
+    """No plan within the memory budget was found; ``peak``: the least peak found, bytes per rank."""
+
+    def __init__(self, text: str, peak: float) -> None:
+        super().__init__(text)
+        self.peak = peak
+
+    def __reduce__(self) -> tuple[type, tuple[str, float]]:
+        return type(self), (str(self), self.peak)
+
+
 class RuntimeMismatchError(AutoshardError, RuntimeError):
     """Ranks disagree on something they must agree on."""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from autoshard.compiler import compile_graph
+from autoshard.compiler import baselines_of, compile_graph
 from autoshard.errors import MeshError, PlanError
 from autoshard.hardware import Hardware
 from autoshard.layout import Grouped, Layout, Owned, Shard
@@ -125,7 +125,8 @@ class MeshSearch:
         with record_conditions() as decided:
             program, memory = lower_and_simulate(assignment.on(plan.mesh), self.opts.optimizer)
         found = describe_program(with_length_conditions(program, decided), self.opts.title, self.opts.optimizer, memory)
-        return replace(found, like=plan.like, mixed_precision=plan.mixed_precision, folded=plan.folded)
+        found = replace(found, like=plan.like, mixed_precision=plan.mixed_precision, folded=plan.folded)
+        return replace(found, baselines=baselines_of(self.graph, plan.mesh, self.opts))
 
     def result(self) -> Plan:
         """The best plan, on the mesh with named axes, with its runners-up."""

@@ -13,6 +13,7 @@ from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.memory import Memory, Recomputed
 from autoshard.passes.ir.program import COLLECTIVE_MATMULS, Program, RedistributionStep, Statement
 from autoshard.passes.ir.sizes import Size, free_symbols
+from autoshard.passes.ir.text import show_seconds
 from autoshard.passes.lower.blocks import module_of
 from autoshard.passes.lower.bucket import prefetch_depth, regathered_parameters
 from autoshard.passes.lower.recompute import redrawn_dropouts
@@ -41,7 +42,8 @@ from autoshard.report.record import (
     axes_without_work,
 )
 from autoshard.report.schedule import step_end
-from autoshard.report.text import show_layout, utilisation
+from autoshard.report.summary import with_rates
+from autoshard.report.text import show_layout
 
 ONCE_PER_STEP = 0
 """in place of a count: once for all micro-batches"""
@@ -101,8 +103,8 @@ def describe_program(program: Program, title: str = "", optimizer: str = "adamw"
         prefetch=max(1, prefetch_depth(program)),
         micro_batches=graph.passes,
     )
-    mfu, hfu = utilisation(plan)
-    return replace(plan, cost=replace(plan.cost, mfu=mfu, hfu=hfu, schedule_s=step_end(plan)))
+    plan = with_rates(plan)
+    return replace(plan, cost=replace(plan.cost, schedule_s=step_end(plan)))
 
 
 def _plan_choices(program: Program, searched: Objective, optimizer: str) -> dict[str, Choice]:
@@ -369,8 +371,8 @@ def _collective_matmul_notes(found: Iterable[Collective]) -> Iterator[str]:
     if round_:
         hidden, seconds = sum(c.hidden_s for c in round_), sum(c.seconds for c in round_)
         yield (
-            f"{len(round_)} conversions of activations go {COLLECTIVE_MATMUL_SUFFIX.strip(' ()')}: {hidden * 1e6:.3g} of "
-            f"{seconds * 1e6:.3g} µs are hidden"
+            f"collective matmul (asynchronous TP) hides {show_seconds(hidden)} of the {show_seconds(seconds)} of "
+            f"{len(round_)} redistributions of activations"
         )
 
 

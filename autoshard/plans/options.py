@@ -47,6 +47,8 @@ class CompileOptions:
     """"step": this call; "latency": the next token of a request; "throughput": all tokens"""
     profile: Mapping[str, Any] | None = None
     """kinds of calls and their frequencies: see :mod:`autoshard.serving`"""
+    quick: bool = False
+    """few searches, and no lower bound: for plans that are only compared"""
 
     def __post_init__(self) -> None:
         budget = self.memory_budget

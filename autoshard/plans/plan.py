@@ -22,10 +22,17 @@ from autoshard.viz import visualize
 
 @dataclass(frozen=True, repr=False)
 class Plan(Record):
-    """All choices for a model on a mesh; ``str()`` gives tables."""
+    """All choices for a model on a mesh; ``str()`` gives a summary that fits on one screen."""
 
     def __str__(self) -> str:
-        return plan_text(self)
+        return plan_text(self, level="short")
+
+    def report(self, level: str = "full") -> str:
+        """The plan as text: "short", as :func:`print` shows it, or "full", with all tables and rows.
+
+        Raises :class:`PlanError` for another level.
+        """
+        return plan_text(self, level=level)
 
     def __repr__(self) -> str:
         return f"<Plan: {short_text(self)}>"

@@ -13,6 +13,7 @@ from autoshard.errors import AutoshardError, MeshError, PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.codegen import Source, codegen_stages
+from autoshard.passes.ir.analyses import LazySequence
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
 from autoshard.passes.microbatch import MicroBatches
@@ -30,7 +31,6 @@ from autoshard.passes.pipeline import (
 from autoshard.passes.pipeline.schedules import SCHEDULES, peak_kept, rank_orders
 from autoshard.passes.propagate.hints import resolve_hints, wanted_output_layouts
 from autoshard.passes.propagate.named_strategies import resolve_like
-from autoshard.passes.propagate.objective import LazyAlternatives
 from autoshard.passes.propagate.planner import SearchSettings
 from autoshard.passes.search.candidates import Candidates
 from autoshard.plans.options import CompileOptions, KnownLayouts
@@ -39,7 +39,7 @@ from autoshard.plans.planning import plan_graph
 from autoshard.plans.reuse import check_mesh, graph_renaming, rename_plan
 from autoshard.report.pipeline import pipeline_cost, pipeline_memory
 from autoshard.report.record import Choice, Staged
-from autoshard.report.text import utilisation
+from autoshard.report.summary import with_rates
 
 Joinable = TypeVar("Joinable")
 
@@ -87,8 +87,7 @@ def combine_stage_plans(stages: Stages, plans: Sequence[Plan], mesh: Mesh, stage
         shared_again=tuple(sorted({n for p in plans for n in p.shared_again})),
         staged=staged,
     )
-    mfu, hfu = utilisation(plan)
-    return replace(plan, cost=replace(plan.cost, mfu=mfu, hfu=hfu))
+    return with_rates(plan)
 
 
 def _stage_notes(plans: Sequence[Plan]) -> Iterator[str]:
@@ -127,7 +126,7 @@ def _with_stage_label(choice: Choice, mesh: Mesh, axis: str) -> Choice:
         at = mesh.index(axis)
         return (*labels[:at], STAGE_LABEL, *labels[at:])
 
-    others = LazyAlternatives(lambda: [(with_axis(labels), seconds) for labels, seconds in choice.alternatives])
+    others = LazySequence(lambda: [(with_axis(labels), seconds) for labels, seconds in choice.alternatives])
     return replace(choice, labels=with_axis(choice.labels), alternatives=others)
 
 

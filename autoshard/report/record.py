@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from autoshard.hardware.schema import read_fields as fields_from
 from autoshard.layout import Grouped, Invariant, Layout, Owned, Partial, Placement, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import is_dividing_label
+from autoshard.passes.ir.analyses import LazySequence
 from autoshard.passes.ir.memory import Memory, Recomputed
 from autoshard.passes.ir.text import show_bytes, show_seconds
 from autoshard.passes.pipeline.schedules import SCHEDULES
@@ -117,6 +119,9 @@ def _requests(count: int) -> str:
 
 
 Kind = TypeVar("Kind", bound="Record")
+
+ComparedRow = tuple[str, float | None, float, str]
+"""(name, seconds of a step or None without a plan, peak bytes per rank, why it is not the plan)"""
 
 REASON_SEPARATOR = "; "
 """separator of the reasons of several values in one collective"""
@@ -220,6 +225,9 @@ class Cost:
     """model FLOPs utilisation: model FLOPs per rank over peak FLOPs in ``total_s``"""
     hfu: float = 0.0
     """hardware FLOPs utilisation: the same for FLOPs executed by the busiest rank"""
+    tokens: float = 0.0
+    """token ids that a step reads; 0 if the model looks up none"""
+    devices: float = 1.0
 
     def __post_init__(self) -> None:
         if math.isnan(self.exposed_s):
@@ -229,6 +237,20 @@ class Cost:
     def hidden_s(self) -> float:
         """Communication that overlaps with compute."""
         return self.comm_s - self.exposed_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of all devices; 0 if the model looks up no token ids."""
+        return self.tokens / self.total_s if self.total_s else 0.0
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        return self.tokens_per_s / self.devices
+
+    @property
+    def device_hours_per_token(self) -> float:
+        """Hours of one device for a token; times 1e12 for a trillion."""
+        return self.devices * self.total_s / self.tokens / 3600 if self.tokens else math.nan
 
 
 @dataclass(frozen=True)
@@ -340,6 +362,8 @@ class Record:
     """ranks of the zigzag (load-balanced) sequence order of part of the graph; 0: none"""
     candidates: tuple[Candidate, ...] = ()
     """runners-up of the search over a number of devices, best first"""
+    baselines: Sequence[ComparedRow] = field(default=(), compare=False, repr=False)
+    """named strategies on the same mesh; planned when they are first read (:attr:`compared`)"""
     staged: Staged | None = None
     """pipeline stages and their plans"""
     serving: Serving | None = None
@@ -365,10 +389,45 @@ class Record:
         """:attr:`Cost.lower_bound`"""
         return self.cost.lower_bound
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of most FLOPs, such as bfloat16."""
+        work: Counter[str] = Counter()
+        for choice in self.choices.values():
+            if choice.flops:
+                work[self.dtypes.get(choice.outputs[0], "float32")] += int(choice.flops)
+        return max(work, key=lambda name: work[name], default="float32")
+
+    @property
+    def strategies_are_compared(self) -> bool:
+        """Whether :attr:`baselines` are known, so that :attr:`compared` costs nothing."""
+        return self.baselines.is_found if isinstance(self.baselines, LazySequence) else bool(self.baselines)
+
+    @property
+    def compared(self) -> tuple[ComparedRow, ...]:
+        """This plan, then named strategies and runners-up, fastest first, then those without a plan.
+
+        Each row: (name, seconds or None, peak bytes per rank, why not). Named strategies are planned
+        when this is first read, by a quick search each: all together take one to four times as
+        long as the plan. Until then ``print(plan)`` lists the runners-up of a search over meshes.
+        """
+        self.baselines[:0]
+        return self.known_compared
+
+    @property
+    def known_compared(self) -> tuple[ComparedRow, ...]:
+        """:attr:`compared`, of what is known already."""
+        own = "free" if not self.like else f"like={self.like}"
+        meshes = ((f"mesh {c.mesh}", c.cost.total_s, c.memory.peak, c.why) for c in self.candidates)
+        named = self.baselines if self.strategies_are_compared else ()
+        others = sorted((*named, *meshes), key=lambda row: (row[1] is None, row[1] or -row[2]))
+        return ((own, self.cost.total_s, self.cost.memory_bytes, ""), *others)
+
     def to_json(self, alternatives: bool = True) -> str:
         """The plan as JSON text, for :meth:`from_json`.
 
         ``alternatives``: include runner-up strategies; computing them takes as long as the search.
+        Named strategies are written if :attr:`compared` was read.
         """
         return json.dumps(self if alternatives else _without_alternatives(self), default=_encoded, indent=1)
 
@@ -403,7 +462,7 @@ _LETTER_PLACEMENTS: dict[str, Placement] = {"R": Replicate(), "I": Invariant(), 
 def _without_alternatives(plan: Record) -> Record:
     choices = {n: replace(c, alternatives=()) for n, c in plan.choices.items()}
     staged = plan.staged and replace(plan.staged, plans=tuple(map(_without_alternatives, plan.staged.plans)))
-    return replace(plan, choices=choices, staged=staged)
+    return replace(plan, choices=choices, staged=staged, baselines=())
 
 
 def _encoded(part: Any) -> Any:
@@ -418,6 +477,8 @@ def _encoded(part: Any) -> Any:
     data = {f.name: getattr(part, f.name) for f in fields(part)}
     if isinstance(part, Record):
         more = {"format": 1, "hardware": part.mesh.hardware, "lower_bound": part.lower_bound}
+        if not part.strategies_are_compared:
+            del data["baselines"]
         data = {**more, **{k: v for k, v in data.items() if v is not None}}
     return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in data.items()}
 

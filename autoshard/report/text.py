@@ -6,15 +6,15 @@ import io
 import re
 import shutil
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-import torch
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.errors import PlanError
 from autoshard.layout import Invariant, Layout, Replicate
 from autoshard.passes.ir.memory import Recomputed
 from autoshard.passes.ir.text import is_number, show_bytes, show_flops, show_seconds
@@ -24,22 +24,31 @@ from autoshard.report.record import (
     REASON_SEPARATOR,
     Choice,
     Collective,
-    Cost,
     Record,
     local_bytes,
     serving_text,
 )
+from autoshard.report.summary import compared_rows, setting_text, summary_rows
 
 TEXT_WIDTH = 120
 """columns of text that does not go to a terminal"""
+SHORT_PARAMETERS, SHORT_ROWS = 8, 5
+"""most rows of a table in a short report: of parameters, of others"""
+NOTE_LENGTH = 230
+"""most characters of a note in a short report"""
 
 
-def plan_text(plan: Record, width: int | None = None) -> str:
-    """``plan`` as plain text tables. ``width``: columns; default: the terminal's, else 120."""
+def plan_text(plan: Record, width: int | None = None, level: str = "full") -> str:
+    """``plan`` as plain text tables. ``width``: columns; default: the terminal's, else 120.
+
+    ``level``: "short", which fits on one screen, or "full". Raises :class:`PlanError` for another.
+    """
+    if level not in ("short", "full"):
+        raise PlanError(f'a report is "short" or "full", not {level!r}')
     if width is None:
         width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else TEXT_WIDTH
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
-    console.print(plan_table(plan))
+    console.print(plan_table(plan, full=level == "full"))
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in text.splitlines())
 
@@ -59,23 +68,57 @@ def plan_html(plan: Record) -> str:
     return console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
 
 
-def plan_table(plan: Record) -> RenderableType:
-    """``plan`` as a rich renderable."""
-    parts: list[RenderableType] = [
-        _headline(plan),
-        *([_stages_table(plan)] if plan.staged else []),
-        _parameters_table(plan),
-    ]
+def plan_table(plan: Record, full: bool = True) -> RenderableType:
+    """``plan`` as a rich renderable; unless ``full``, tables have their first rows only."""
+    return Group(*_full_parts(plan) if full else _short_parts(plan))
+
+
+def _full_parts(plan: Record) -> Iterator[RenderableType]:
+    yield _headline(plan)
+    yield _details(plan)
+    yield from (Text(line) for line in (serving_text(plan.serving) if plan.serving is not None else ()))
+    if len(plan.known_compared) > 1:
+        yield _compared_table(plan)
+    if plan.staged:
+        yield _stages_table(plan)
+    yield _parameters_table(plan)
     if plan.collectives:
-        parts.append(_collectives_table(plan))
-    parts.append(_memory_table(plan))
+        yield _collectives_table(plan)
+    yield _memory_table(plan)
     if plan.recomputed:
-        parts.append(_recomputed_table(plan))
-    parts.append(_hot_spots_table(plan))
+        yield _recomputed_table(plan)
+    yield _hot_spots_table(plan)
     if any(not c.has_rule for c in plan.choices.values()):
-        parts.append(_without_rule_table(plan))
-    parts += [Text(f"\n{note}", "yellow") for note in plan.notes if not note.startswith("replicated: no rule")]
-    return Group(*parts)
+        yield _without_rule_table(plan)
+    yield from (Text(f"\n{note}", "yellow") for note in _shown_notes(plan))
+
+
+def _short_parts(plan: Record) -> Iterator[RenderableType]:
+    """A screen: the summary, and of each table the rows that say most."""
+    yield _headline(plan)
+    yield from (Text(line) for line in (serving_text(plan.serving)[:2] if plan.serving is not None else ()))
+    tables = [(_parameters_table(plan), SHORT_PARAMETERS, "parameters"), (_hot_spots_table(plan), SHORT_ROWS, "costs")]
+    if plan.collectives:
+        tables.insert(1, (_collectives_table(plan), SHORT_ROWS, "collectives"))
+    if plan.staged:
+        tables.insert(0, (_stages_table(plan), SHORT_ROWS, "stages"))
+    folded = ["memory by use"]
+    for table, most, what in tables:
+        shown, left = table.first(most)
+        yield shown
+        folded += [f"{left} more rows of {what}"] if left else []
+    notes = _shown_notes(plan)
+    yield from (
+        Text(f"\n{note if len(note) <= NOTE_LENGTH else note[:NOTE_LENGTH] + ' …'}", "yellow") for note in notes[:1]
+    )
+    unruled = sum(not c.has_rule for c in plan.choices.values())
+    folded += [f"{unruled} operations without a rule"] if unruled else []
+    folded += [f"{len(notes) - 1} notes"] if len(notes) > 1 else []
+    yield Text(f'\nplan.report("full"): {", ".join(folded)}')
+
+
+def _shown_notes(plan: Record) -> list[str]:
+    return [note for note in plan.notes if not note.startswith("replicated: no rule")]
 
 
 # --- names ---
@@ -119,66 +162,62 @@ def ranged_name(names: Sequence[str]) -> str:
     return ".".join(parts[0] if len(set(parts)) == 1 else "{" + layer_numbers(parts) + "}" for parts in places)
 
 
-def _new_table(title: str, *columns: str) -> Table:
-    table = Table(
-        title=Text(f"\n{title}"), title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1)
-    )
-    for column in columns:  # Text, so that names are not read as rich markup
-        right = column.startswith(">")
-        table.add_column(Text(column.removeprefix(">")), justify="right" if right else "left", no_wrap=right)
+@dataclass
+class TextTable:
+    """A table of a report; a column that begins with ">" is aligned to the right."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def first(self, most: int) -> tuple[TextTable, int]:
+        """(the first ``most`` rows, number of the others); one more row counts as none."""
+        left = len(self.rows) - most
+        return (self, 0) if left <= 1 else (replace(self, rows=self.rows[:most]), left)
+
+    def __rich__(self) -> Table:
+        title = Text(f"\n{self.title}")
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1))
+        for column in self.columns:  # Text, so that names are not read as rich markup
+            right = column.startswith(">")
+            table.add_column(Text(column.removeprefix(">")), justify="right" if right else "left", no_wrap=right)
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        return table
+
+
+def _new_table(title: str, *columns: str) -> TextTable:
+    return TextTable(title, columns)
+
+
+def _add_row(table: TextTable, *cells: str) -> None:
+    table.rows.append(cells)
+
+
+def _headline(plan: Record) -> Table:
+    title = Text(f"{plan.title or 'Plan'} on {setting_text(plan)}")
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for row in summary_rows(plan):
+        table.add_row(*map(Text, row))
     return table
 
 
-def _add_row(table: Table, *cells: str) -> None:
-    table.add_row(*(Text(c) for c in cells))
-
-
-def utilisation(plan: Record) -> tuple[float, float]:
-    """(MFU, HFU): model FLOPs per rank, and executed FLOPs of the busiest rank, over peak FLOPs."""
-    work: dict[str, float] = defaultdict(float)
-    for choice in plan.choices.values():
-        if choice.flops:
-            work[plan.dtypes.get(choice.outputs[0], "float32")] += choice.flops
-    dtype = getattr(torch, max(work, key=lambda name: work[name])) if work else torch.float32
-    capacity = plan.mesh.hardware.peak(dtype) * plan.cost.total_s
-    if capacity <= 0:
-        return 0.0, 0.0
-    return plan.cost.flops / plan.mesh.size / capacity, plan.cost.flops_per_rank / capacity
-
-
-def _headline(plan: Record) -> Text:
+def _details(plan: Record) -> Text:
     cost = plan.cost
-    share = cost.exposed_s / cost.total_s if cost.total_s else 0.0
-    what = "training step" if plan.training else "inference"
-    what += f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
-    what += f", {plan.mixed_precision}" if plan.mixed_precision else ""
-    lines = [
-        f"{plan.title or 'Plan'} on {plan.mesh.hardware.name}, mesh {plan.mesh}: {plan.mesh.size} ranks, {what}",
-        f"predicted step {show_seconds(cost.total_s)} = compute {show_seconds(cost.compute_s)} + communication "
-        f"{show_seconds(cost.exposed_s)} ({share:.0%}){_bubble_text(cost)}; {_optimality_text(plan)}",
-        f"{show_flops(cost.flops)} in all, {show_flops(cost.flops_per_rank)} on the busiest rank; "
-        f"MFU {cost.mfu:.1%}, HFU {cost.hfu:.1%}",
-    ]
-    if cost.hidden_s > 1e-9 * cost.total_s:
-        lines.insert(2, f"{show_seconds(cost.hidden_s)} of communication hidden behind compute")
+    lines = [f"{show_flops(cost.flops)} in all, {show_flops(cost.flops_per_rank)} on the busiest rank"]
+    if abs(cost.merged_s) > 1e-9 * cost.total_s:
+        lines.append(f"merged on top: {show_seconds(-cost.merged_s).replace('-', '−')}")
     if plan.folded:
         into, back = (", ".join(values) or "nothing" for values in plan.folds)
         lines.append(
             f"in between, the sequence is in folded order of {plan.folded} ranks: {into} brought into it, {back} back"
         )
-    if plan.serving is not None:
-        lines += serving_text(plan.serving)
-    if abs(cost.merged_s) > 1e-9 * cost.total_s:
-        lines.insert(2, f"merged on top: {show_seconds(-cost.merged_s).replace('-', '−')}")
     return Text("\n".join(lines))
 
 
-def _bubble_text(cost: Cost) -> str:
-    """The pipeline bubble as a term of the step."""
-    return f" + waiting {show_seconds(cost.bubble_s)} ({cost.bubble_s / cost.total_s:.0%})" if cost.bubble_s else ""
-
-
-def _stages_table(plan: Record) -> Table:
+def _stages_table(plan: Record) -> TextTable:
     staged = plan.staged
     assert staged is not None
     title = f"Stages along {staged.axis}: {staged.schedule}, {staged.micro_batches} micro-batches"
@@ -193,16 +232,6 @@ def _stages_table(plan: Record) -> Table:
         sizes = show_bytes(row.sent), str(row.flying), show_bytes(row.memory.peak)
         _add_row(table, str(row.number), str(row.rank), modules, *seconds, *sizes)
     return table
-
-
-def _optimality_text(plan: Record) -> str:
-    """The optimality gap as text, for the searched problem with its given layouts."""
-    if plan.lower_bound <= 0 < plan.cost.total_s:
-        return "not compared with the optimum of the cost model"
-    gap = plan.cost.total_s / plan.lower_bound - 1 if plan.lower_bound > 0 else 0.0
-    share = f"{100 * gap:.2g}" if gap < 0.995 else f"{100 * gap:.0f}"
-    found = "optimal in" if gap < 1e-9 else f"at most {share}% above the optimum of"
-    return f"{found} the cost model" + (" with the layouts given" if plan.given else "")
 
 
 @dataclass(frozen=True)
@@ -230,7 +259,7 @@ def parameter_rows(plan: Record) -> tuple[ParameterRow, ...]:
     )
 
 
-def _parameters_table(plan: Record) -> Table:
+def _parameters_table(plan: Record) -> TextTable:
     table = _new_table("Parameters, buffers and inputs", "name", "", "shape", "layout", ">bytes/rank")
     for row in parameter_rows(plan):
         count = f"×{len(row.names)}" if len(row.names) > 1 else ""
@@ -298,7 +327,7 @@ def reasons_text(reasons: Iterable[str]) -> str:
     return REASON_SEPARATOR.join(f"{reason} ×{count}" if count > 1 else reason for reason, count in found.items())
 
 
-def _collectives_table(plan: Record) -> Table:
+def _collectives_table(plan: Record) -> TextTable:
     rows = collective_rows(plan.collectives)
     calls, sent = sum(c.times for c in plan.collectives), show_bytes(sum(r.bytes for r in rows))
     title = f"Collectives of a step: {calls} per rank, {sent} sent"
@@ -319,7 +348,7 @@ def memory_parts(plan: Record) -> dict[str, float]:
     return {k: v for k, v in parts.items() if v or k == "parameters"}
 
 
-def _memory_table(plan: Record) -> Table:
+def _memory_table(plan: Record) -> TextTable:
     limit = plan.mesh.hardware.memory_bytes
     table = _new_table("Memory per rank at the peak", "what", ">bytes", ">share")
     parts = memory_parts(plan)
@@ -351,8 +380,15 @@ def recomputed_rows(plan: Record) -> list[tuple[str, str, int, float, float]]:
     return sorted(folded, key=lambda row: -row[3])
 
 
-def _recomputed_table(plan: Record) -> Table:
-    table = _new_table("Made again in the backward", "module", "what", "", ">bytes saved", ">time")
+def _compared_table(plan: Record) -> TextTable:
+    table = _new_table("Compared: named strategies and runners-up", "plan", ">step", ">", ">peak/rank", "")
+    for row in compared_rows(plan.known_compared):
+        _add_row(table, *row)
+    return table
+
+
+def _recomputed_table(plan: Record) -> TextTable:
+    table = _new_table("Recomputed in the backward", "module", "what", "", ">bytes saved", ">time")
     for where, what, count, size, seconds in recomputed_rows(plan):
         _add_row(table, where, what, f"×{count}" if count > 1 else "", show_bytes(size), show_seconds(seconds))
     return table
@@ -375,7 +411,7 @@ def short_op(choice: Choice) -> str:
     return choice.op.removeprefix("aten.").removesuffix(".default")
 
 
-def _hot_spots_table(plan: Record) -> Table:
+def _hot_spots_table(plan: Record) -> TextTable:
     table = _new_table("What dominates", "what", "", ">time", ">share")
     for what, count, seconds in hot_spots(plan):
         share = f"{seconds / plan.cost.total_s:.1%}" if plan.cost.total_s else ""
@@ -397,7 +433,7 @@ def _replicated_rows(plan: Record) -> Iterator[tuple[str, int, Choice, float]]:
         yield op, len(found), found[0], sum(seconds_lost_replicated(plan, c) for c in found)
 
 
-def _without_rule_table(plan: Record) -> Table:
+def _without_rule_table(plan: Record) -> TextTable:
     table = _new_table(
         "Replicated: no rule (correct, but every rank does all the work)", "op", "", "module", "at", ">lost"
     )

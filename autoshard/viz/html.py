@@ -10,15 +10,8 @@ from typing import Any
 
 from autoshard.layout import Layout
 from autoshard.report.record import Record, local_bytes
-from autoshard.report.text import (
-    collective_rows,
-    hot_spots,
-    memory_parts,
-    short_op,
-    show_layout,
-    shown_labels,
-    utilisation,
-)
+from autoshard.report.summary import utilisation
+from autoshard.report.text import collective_rows, hot_spots, memory_parts, short_op, show_layout, shown_labels
 from autoshard.viz.drawing import Box, Drawing, Item, drawing, is_view_choice
 from autoshard.viz.trace import memory_over_time, pipeline_chart
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, wraps
 from operator import is_
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -13,6 +13,7 @@ from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
+Entry = TypeVar("Entry", covariant=True)
 
 
 def cached_per_graph(
@@ -53,6 +54,40 @@ def cached_per_node(
         return known
 
     return found
+
+
+class LazySequence(Sequence[Entry]):
+    """Entries that ``find`` gives when they are first read, such as runner-ups of a search."""
+
+    def __init__(self, find: Callable[[], Sequence[Entry]]) -> None:
+        self._find = find
+
+    @cached_property
+    def found(self) -> tuple[Entry, ...]:
+        return tuple(self._find())
+
+    @property
+    def is_found(self) -> bool:
+        """Whether they were read."""
+        return "found" in vars(self)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.found[index]
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __eq__(self, other: object) -> bool:
+        return self.found == (other.found if isinstance(other, LazySequence) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.found)
+
+    def __repr__(self) -> str:
+        return repr(self.found)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (self.found,)
 
 
 class _OperandSlot(int):

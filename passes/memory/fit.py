@@ -15,15 +15,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.errors import HintError, PlanError
+from autoshard.errors import BudgetError, HintError, PlanError
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
-from autoshard.passes.ir.memory import Memory
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.memory import Memory, optimizer_bytes
 from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import record_conditions
 from autoshard.passes.ir.text import show_bytes
 from autoshard.passes.lower.lowering import lower_assignment
 from autoshard.passes.memory.simulate import simulate_memory
+from autoshard.passes.propagate.hints import DimLimit
 from autoshard.passes.propagate.named_strategies import NamedStrategy
 from autoshard.passes.propagate.planner import FORWARD_END, TIE_BYTES_PER_SECOND, Planner, with_proven_bound
 
@@ -57,20 +59,22 @@ WIDE_GAP = 0.05
 
 
 def search_within_memory(
-    planner: Planner, memory_budget: float | None, baselines: Iterable[NamedStrategy] = ()
+    planner: Planner, memory_budget: float | None, baselines: Iterable[NamedStrategy] = (), quick: bool = False
 ) -> tuple[Program, Memory]:
     """The cheapest program found whose simulated peak is within ``memory_budget``, and its memory.
 
     ``memory_budget``: bytes per rank, by default 90 % of the hardware's. ``baselines``:
-    named strategies, tried if the gap to the bound is large. Raises
-    :class:`PlanError` if no program fits, with the least peak found and what helps;
-    :class:`HintError` from constraints.
+    named strategies, tried if the gap to the bound is large. ``quick``: a good program without a
+    bound, from few searches. Raises :class:`BudgetError` if no program fits, with the least peak
+    found and what helps; :class:`HintError` from constraints.
     """
     mesh, optimizer, micro_batches_held = planner.mesh, planner.optimizer, planner.micro_batches_held
     budget = DEFAULT_BUDGET_SHARE * mesh.hardware.memory_bytes if memory_budget is None else memory_budget
     cheapest = planner.cheapest(rough=True)
     program, memory = lower_and_simulate(cheapest, optimizer, micro_batches_held)
     rough = (_with_bound(program, 0.0), memory) if memory.peak <= budget else None
+    if quick and rough is not None:
+        return rough
     # a rough plan that does not fit is refined under a limit, among the same choices
     if rough is not None and (found := planner.refined(cheapest)) is not cheapest:
         if found.solution.choice == cheapest.solution.choice:  # the same program, with another bound
@@ -83,15 +87,17 @@ def search_within_memory(
     del cheapest, program  # releases the search that found it
     held = micro_batches_held > 0  # activations of earlier micro-batches are there at any moment
     bound = 0.0
-    for at_end in dict.fromkeys((held, True)):
+    for at_end in dict.fromkeys((held,) if quick else (held, True)):
         if best.gap(bound) > NARROW_GAP:
             planner.forget_cuts()
             best.of(_plans_within_cuts(planner, budget, at_end))
-            bound = bound or (planner.bound(budget) if best.fits is not None else 0.0)
+            bound = bound or (0.0 if quick or best.fits is None else planner.bound(budget))
     if best.fits is None:
-        best.of(_least_memory_plans(planner, budget, held))
+        best.of(_least_memory_plans(planner, budget, held, 1 if quick else LEAST_ROUNDS))
     if best.fits is None:
-        raise PlanError(_budget_error(best.closest[1], budget, mesh))
+        raise BudgetError(_budget_error(best.closest[1], budget, mesh), best.closest[1].peak)
+    if quick:
+        return best.fits
     bound = bound or planner.bound(budget)
     if best.gap(bound) > WIDE_GAP:
         excess = MOMENT_WEIGHT_RATE * _relative_excess(planner, best.fits[1])
@@ -159,14 +165,14 @@ def _plans_within_cuts(planner: Planner, budget: float, at_end: bool) -> Simulat
             return
 
 
-def _least_memory_plans(planner: Planner, budget: float, at_end: bool) -> Simulated:
+def _least_memory_plans(planner: Planner, budget: float, at_end: bool, rounds: int) -> Simulated:
     """Plans of least memory; once one is within the budget, quicker ones within its rows.
 
     A search minimizes weighted means over moments, not the peak: weights grow with bytes held.
     Source: Freund and Schapire, Adaptive game playing using multiplicative weights (1999).
     """
     excess, rate = np.zeros(len(planner.graph.nodes) + 1), 0.0
-    for number in range(LEAST_ROUNDS):
+    for number in range(rounds):
         assignment = planner.least(excess, max(TIE_BYTES_PER_SECOND, SECOND_PRICES[number % len(SECOND_PRICES)] * rate))
         program, memory = lower_and_simulate(assignment, planner.optimizer, planner.micro_batches_held)
         log.info("the least held in a mean of moments: peak %.4g B", memory.peak)
@@ -231,6 +237,19 @@ def lower_and_simulate(assignment: Assignment, optimizer: str, micro_batches_hel
     with record_conditions():  # memory at the example's lengths: these decisions bind no program
         memory = simulate_memory(program, optimizer)
     return program, memory.in_flight(micro_batches_held) if micro_batches_held else memory
+
+
+def least_state_bytes(graph: Graph, mesh: Mesh, strategy: NamedStrategy, optimizer: str) -> float:
+    """Lower bound (bytes per rank) of parameters, gradients and optimizer state under ``strategy``."""
+    total = 0.0
+    for name in graph.parameters:
+        kept, limit = graph.types[name], strategy.limits.get(name)
+        dims = limit.dims if isinstance(limit, DimLimit) else (None,) * mesh.ndim
+        ranks = math.prod(n for n, along in zip(mesh.shape, dims, strict=True) if along is None or along)
+        held = float(kept.nbytes * (1 + (graph.training and kept.grad)))
+        held += optimizer_bytes(optimizer, tuple(map(int, kept.shape)), kept.dtype) if kept.grad else 0.0
+        total += held / ranks
+    return total
 
 
 def _budget_error(memory: Memory, budget: float, mesh: Mesh) -> str:

@@ -8,7 +8,7 @@ the seconds that they add (sensitivity), for reports and pictures."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 
 from autoshard.hardware import Overlap
 from autoshard.layout import I, Owned, R, Shard
+from autoshard.passes.ir.analyses import LazySequence
 from autoshard.passes.ir.assignment import Assignment, Placements, is_dividing_label
 from autoshard.passes.ir.graph import Node
 from autoshard.passes.propagate.activation_memory import NEEDED, RECONVERTED, EdgeSide, SavedTensorTables
@@ -210,36 +211,9 @@ Alternative = tuple[tuple[str, ...], float]
 """(a label per mesh axis, seconds more per step)"""
 
 
-class LazyAlternatives(Sequence[Alternative]):
-    """Lazy alternatives: finding them takes as long as the search, and most are never read."""
-
-    def __init__(self, find: Callable[[], Sequence[Alternative]]) -> None:
-        self._find = find
-
-    @cached_property
-    def found(self) -> tuple[Alternative, ...]:
-        return tuple(self._find())
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.found[index]
-
-    def __len__(self) -> int:
-        return len(self.found)
-
-    def __eq__(self, other: object) -> bool:
-        return self.found == (other.found if isinstance(other, LazyAlternatives) else other)
-
-    def __hash__(self) -> int:
-        return hash(self.found)
-
-    def __repr__(self) -> str:
-        return repr(self.found)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (self.found,)
-
-
-def alternatives(assignment: Assignment, limit: int = 3, optimizer: str = "adamw") -> dict[str, LazyAlternatives]:
+def alternatives(
+    assignment: Assignment, limit: int = 3, optimizer: str = "adamw"
+) -> dict[str, LazySequence[Alternative]]:
     """Node → ``limit`` cheapest other strategies, and the cheapest that shards each idle axis.
 
     Seconds: change of the objective if this operation and redistributions around it change, all
@@ -247,7 +221,7 @@ def alternatives(assignment: Assignment, limit: int = 3, optimizer: str = "adamw
     neighbours. Never negative in an optimal plan.
     """
     one = _Alternatives(assignment, limit, optimizer)
-    return {node.name: LazyAlternatives(partial(one.of, node)) for node in assignment.graph.nodes}
+    return {node.name: LazySequence(partial(one.of, node)) for node in assignment.graph.nodes}
 
 
 _OWN = "operation"

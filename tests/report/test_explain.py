@@ -132,7 +132,7 @@ def test_a_message_of_several_tables() -> None:
                 "autoshard.pooled: exchanged rows ×3",
                 "autoshard.pooled: exchanged rows (backward) ×3",
             ]
-    assert "autoshard.pooled: exchanged rows (backward) ×3" in " ".join(str(plan).split())
+    assert "autoshard.pooled: exchanged rows (backward) ×3" in " ".join(plan.report().split())
 
 
 def test_an_unknown_name() -> None:

@@ -15,6 +15,7 @@ from autoshard import Mesh, models
 from autoshard.api import plan
 from autoshard.passes.ir.text import show_bytes, show_seconds
 from autoshard.plans.plan import Plan
+from autoshard.report.summary import utilisation
 from autoshard.report.text import (
     collective_rows,
     hot_spots,
@@ -25,7 +26,6 @@ from autoshard.report.text import (
     parameter_rows,
     plan_text,
     show_layout,
-    utilisation,
 )
 from autoshard.viz.drawing import layout_change
 

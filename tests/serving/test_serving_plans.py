@@ -77,7 +77,7 @@ def test_what_a_token_takes() -> None:
     assert decode.seconds == plan.cost.total_s >= decode.least_s > 0
     assert serving.lower_bound == pytest.approx(serving.total_s)
     assert Plan.from_json(plan.to_json()).serving == serving
-    assert "prefill ×1: 4 requests of 6 tokens" in str(plan)
+    assert "prefill ×1: 4 requests of 6 tokens" in plan.report()
     in_tuples = {"prefill": (1,), "decode": (11,)}  # how often alone: the same calls
     assert autoshard.plan(model, mesh, (TOKENS,), profile=in_tuples, **given).serving == serving
     (call,) = capture_calls(model, (TOKENS,), {}, "step", {"decode": 11}, _in_inference)

@@ -66,6 +66,8 @@ class NamedStrategy:
     """parts of the strategy that the graph or the runtime lacks"""
     text: str = ""
     """the strategy as the user named it"""
+    like: Any = None
+    """the same as it was given; None: nothing is asked for"""
 
 
 FREE = NamedStrategy()
@@ -121,6 +123,11 @@ class StrategyContext:
 
     def everywhere(self, dims: frozenset[int]) -> dict[str, frozenset[int]]:
         return dict.fromkeys(self.graph.parameters, dims)
+
+
+@cached_per_graph
+def _strategy_context(graph: Graph) -> StrategyContext:
+    return StrategyContext(graph)
 
 
 def _replicate(context: StrategyContext, ranks: int) -> AxisRequest:
@@ -260,7 +267,7 @@ def resolve_like(like: Any, graph: Graph, mesh: Mesh, *, known: bool = False) ->
     """
     if like is None:
         return NamedStrategy()
-    context = StrategyContext(graph)
+    context = _strategy_context(graph)
     found: dict[str, AxisRequest] = {}
     for axis, asked in _like_per_axis(like, mesh).items():
         if isinstance(asked, str):
@@ -282,7 +289,7 @@ def resolve_like(like: Any, graph: Graph, mesh: Mesh, *, known: bool = False) ->
     regathers, stage = "megatron-sp" in names, max((ZERO_STAGES.get(x, 0) for x in names), default=0)
     zero = dict.fromkeys(graph.parameters, stage) if stage in (1, 2) else {}
     return NamedStrategy(
-        {n: asked for n, asked in of_nodes.items() if any(asked)}, limits, regathers, zero, notes, repr(like)
+        {n: asked for n, asked in of_nodes.items() if any(asked)}, limits, regathers, zero, notes, repr(like), like
     )
 
 

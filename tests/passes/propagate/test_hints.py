@@ -168,10 +168,10 @@ def test_the_plan_keeps_hints_and_says_what_it_proves(graph: Graph) -> None:
     )
     assert str(plan.shared["tokens"]) == "S(0)@dp R@tp"
     assert plan.given == ("down.weight", "tokens", "up.bias", "up.weight")
-    assert str(plan).splitlines()[1].endswith("; optimal in the cost model with the layouts given")
+    assert "optimal in the cost model with the layouts given;" in " ".join(str(plan).split())
     free = planned(graph, BOTH, None)
     assert free.given == ()
-    assert str(free).splitlines()[1].endswith("; optimal in the cost model")
+    assert "optimal in the cost model;" in " ".join(str(free).split())
 
 
 def test_shards_too_small_to_be_chosen_freely(graph: Graph) -> None:

@@ -78,7 +78,7 @@ def test_no_hint_beats_a_plan_that_is_called_optimal(seed: int) -> None:
     graph = capture(model, (x,), {}, training=r.random() < 0.8)
     free = compiled(graph, mesh)
     check_sums(free)
-    assert str(free.plan).splitlines()[1].endswith("optimal in the cost model")
+    assert "optimal in the cost model;" in " ".join(str(free.plan).split())
     assert all(more >= -1e-12 for c in free.plan.choices.values() for _, more in c.alternatives)
     tried = 0
     for hints in itertools.islice(hints_for(graph, mesh.axes, r), 20):
@@ -117,9 +117,9 @@ def test_what_goes_together_is_saved_on_top() -> None:
     assert free.plan.cost.total_s <= hinted.plan.cost.total_s
     latency = mesh.link("tp").seconds(0.0, "all_reduce")
     assert hinted.plan.cost.merged_s == pytest.approx(7 * latency, rel=1e-2)
-    assert "\nmerged on top: −154 µs\n" in str(hinted.plan)
+    assert "\nmerged on top: −154 µs\n" in hinted.plan.report()
     whole = compiled(graph, mesh, {"*": "replicate"})
-    assert "merged on top" not in str(whole.plan)
+    assert "merged on top" not in whole.plan.report()
 
 
 def test_a_bucket_pays_one_latency() -> None:
@@ -159,7 +159,7 @@ def test_a_plan_given_back_keeps_objective_and_bound() -> None:
         again = compiled(graph, mesh, plan=Plan.from_json(plan.to_json())).plan
         assert (again.cost, again.lower_bound, again.given) == (plan.cost, plan.lower_bound, plan.given)
         assert plan.cost.lower_bound == plan.lower_bound > 0
-        assert str(again) == str(plan)
+        assert again.report() == plan.report()
 
 
 def test_a_plan_given_back_elsewhere_has_no_bound() -> None:
@@ -171,7 +171,7 @@ def test_a_plan_given_back_elsewhere_has_no_bound() -> None:
     for other in (slower, compiled(fewer, mesh, plan=plan).plan):
         assert other.lower_bound == 0
         assert other.cost.total_s != plan.cost.total_s
-        assert "; not compared with the optimum of the cost model\n" in str(other)
+        assert " not compared with the optimum of the cost model; " in " ".join(str(other).split())
 
 
 def test_a_saved_plan_of_before_is_read() -> None:
