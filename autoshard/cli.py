@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,65 +26,6 @@ from autoshard.models.by_name import LoadedModel, load
 from autoshard.passes.pipeline.schedules import SCHEDULES
 from autoshard.passes.propagate.named_strategies.strategies import STRATEGY_NAMES
 from autoshard.plans.plan import Plan
-
-DEMO_MESH = {"dp": 2, "tp": 2}
-DEMO_STEPS = 3
-
-
-def demo(out: Path) -> int:
-    """Compile, print, verify and save a GPT on 2 × 2 simulated ranks; exit status 0 if verified."""
-    reference = models.get("gpt")
-    args, kwargs = reference.inputs(batch=4)
-    mesh = autoshard.Mesh(DEMO_MESH, hardware="ideal_network")
-    torch.manual_seed(0)
-    model = reference.model()
-    print(
-        f"A GPT with {sum(p.numel() for p in model.parameters()):,} parameters on {mesh.size} ranks (mesh {mesh}), "
-        "as threads of this process.\n"
-        'hardware="ideal_network": communication is next to free, so that everything that can be split is split. On\n'
-        "real hardware the best plan for so small a model is to keep it whole on every rank."
-    )
-    sharded = autoshard.compile(model, mesh, args, kwargs)
-    _print_title("The plan, its collectives, and what it costs")
-    print(sharded.plan)
-    _print_title("The generated source that every rank runs: one of its classes")
-    print(class_text(sharded.source, "Block"))
-    _print_title(
-        f"Sharded against unsharded, in float64: outputs, gradients, and weights after {DEMO_STEPS} steps of AdamW"
-    )
-    report = autoshard.verify(model.double(), mesh, args, kwargs, steps=DEMO_STEPS)
-    print(report)
-    sharded.save(out)
-    sharded.visualize(out / "plan.html")
-    _print_title("Files")
-    _print_files(out, mesh.size)
-    return 0 if report.ok else 1
-
-
-def class_text(source: str, name: str) -> str:
-    """The text of class ``name`` in Python ``source``."""
-    found = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name)
-    return "\n".join(source.splitlines()[found.lineno - 1 : found.end_lineno])
-
-
-def _print_title(text: str) -> None:
-    print(f"\n=== {text}\n")
-
-
-def _print_files(out: Path, ranks: int) -> None:
-    for name, what in (
-        ("rank_module.py", "the program of every rank; needs autoshard.runtime, not the model's code"),
-        ("plan.json", "the plan: autoshard.Plan.from_json reads it"),
-        ("plan.html", "the plan as a page: open it in a browser"),
-        (f"rank0 … rank{ranks - 1}.safetensors", "every rank's shards of the parameters"),
-        ("inputs.json", "shapes and value ranges of the inputs"),
-        ("lines.json", "which module each line communicates for: names in profiles"),
-    ):
-        print(f"{out / name}  {what}")
-    print(f"\nRun it in {ranks} processes, or all ranks in one:")
-    folder = "" if shutil.which("torchrun") else f"{Path(sys.executable).parent}/"
-    print(f"  {folder}torchrun --nproc-per-node {ranks} {out / 'rank_module.py'} --steps {DEMO_STEPS}")
-    print(f"  {folder}python {out / 'rank_module.py'} --steps {DEMO_STEPS}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -226,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--out", type=Path, metavar="PATH", required=name == "compile", help=where)
         if name == "verify":
             command.add_argument("--steps", type=int, default=1, metavar="N", help="AdamW steps (default 1)")
-    shown = add("demo", _demo_command, "the whole way on a small GPT")
+    shown = add("demo", _demo_command, "plan an 8B model for 8 H100; verify and train a tiny one")
     shown.add_argument(
         "--out", type=Path, default=Path("autoshard-demo"), metavar="PATH", help="default autoshard-demo"
     )
@@ -486,6 +425,8 @@ def _completion_command(options: argparse.Namespace) -> int:
 
 
 def _demo_command(options: argparse.Namespace) -> int:
+    from autoshard.demo import demo
+
     return demo(options.out)
 
 

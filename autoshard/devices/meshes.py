@@ -126,7 +126,8 @@ class MeshSearch:
             program, memory = lower_and_simulate(assignment.on(plan.mesh), self.opts.optimizer)
         found = describe_program(with_length_conditions(program, decided), self.opts.title, self.opts.optimizer, memory)
         found = replace(found, like=plan.like, mixed_precision=plan.mixed_precision, folded=plan.folded)
-        return replace(found, baselines=baselines_of(self.graph, plan.mesh, self.opts))
+        baselines = baselines_of(self.graph, plan.mesh, self.opts)
+        return replace(found, baselines=baselines, memory_budget=plan.memory_budget)
 
     def result(self) -> Plan:
         """The best plan, on the mesh with named axes, with its runners-up."""

@@ -87,7 +87,8 @@ def plan_graph(
     check_program(program)
     plan = describe_program(program, opts.title, opts.optimizer, memory)
     mixed, notes = str(opts.mixed_precision or ""), (*strategy.notes, *plan.notes)
-    return program, replace(plan, like=strategy.text, mixed_precision=mixed, notes=notes)
+    budget = opts.budget(mesh.hardware)
+    return program, replace(plan, like=strategy.text, mixed_precision=mixed, notes=notes, memory_budget=budget)
 
 
 def _search(

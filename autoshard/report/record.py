@@ -17,8 +17,8 @@ from autoshard.hardware.schema import SchemaError, parse_json, read_as
 from autoshard.hardware.schema import read_fields as fields_from
 from autoshard.layout import Grouped, Invariant, Layout, Owned, Partial, Placement, Replicate, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import is_dividing_label
 from autoshard.passes.ir.analyses import LazySequence
+from autoshard.passes.ir.assignment import is_dividing_label
 from autoshard.passes.ir.memory import Memory, Recomputed
 from autoshard.passes.ir.text import show_bytes, show_seconds
 from autoshard.passes.pipeline.schedules import SCHEDULES
@@ -342,6 +342,8 @@ class Record:
     """names of the values that carry a gradient"""
     memory: Memory = field(default_factory=Memory)
     """memory of the fullest rank, and the moment of its peak"""
+    memory_budget: float = 0.0
+    """bytes per rank that the search kept within; 0 if unknown"""
     optimizer: str = "adamw"
     """optimizer whose state is counted"""
     recomputed: tuple[Recomputed, ...] = ()

@@ -23,6 +23,9 @@ STATED_ERRORS = {
 }
 """device → errors of predicted steps (docs/cost_model.md, plans of ``like=`` alone)"""
 
+UNLIMITED_BYTES = 1e15
+"""memory of a device from which on it counts as unlimited"""
+
 MOST_COMPARED = 6
 """most plans that one line compares"""
 
@@ -70,6 +73,42 @@ def _samples(plan: Record) -> int:
     """Rows of the first input, all micro-batches together; 0 without inputs."""
     shapes = (plan.shapes[name] for name, kind in plan.kinds.items() if kind == "input" and plan.shapes[name])
     return next((shape[0] for shape in shapes), 0) * _step_micro_batches(plan)
+
+
+def work_seconds(plan: Record) -> float:
+    """Seconds of all operations, collectives (hidden ones too) and the optimizer: shares of it sum
+    to 1, while hidden communication may exceed the step."""
+    parts = (*(c.seconds for c in plan.choices.values()), *(c.seconds for c in plan.collectives))
+    return math.fsum((*parts, plan.cost.optimizer_s))
+
+
+def what_if(plan: Record) -> Iterator[tuple[str, str]]:
+    """(question, command line) of nearby plans; MODEL stands for the model's name."""
+    mesh, hardware, rows = dict(zip(plan.mesh.axes, plan.mesh.shape, strict=True)), plan.mesh.hardware, _samples(plan)
+    budget = plan.memory_budget or hardware.memory_bytes
+
+    def command(sizes: Mapping[str, int] = mesh, **changed: object) -> str:
+        asked: dict[str, object] = {"hardware": hardware.name, "batch": rows or None, "seq": _sequence_length(plan)}
+        if plan.staged is not None:
+            asked |= {"stages": plan.staged.axis, "schedule": plan.staged.schedule}
+        asked |= {"micro-batches": _step_micro_batches(plan) if _step_micro_batches(plan) > 1 else None}
+        asked |= {"optimizer": plan.optimizer if plan.optimizer != "adamw" else None, **changed}
+        words = ["autoshard plan MODEL", f"--mesh {','.join(f'{axis}={n}' for axis, n in sizes.items())}"]
+        words += [f"--{name} {value}" for name, value in asked.items() if value is not None]
+        return " ".join([*words, *(() if plan.training else ("--inference",))])
+
+    if rows:
+        yield "twice the batch", command(batch=2 * rows)
+    if hardware.memory_bytes < UNLIMITED_BYTES:
+        yield "half the memory", command(**{"memory-budget": f"{budget / 2e9:.3g}e9"})
+    yield "other hardware", command(hardware="a100" if hardware.name.startswith("h100") else "h100")
+    yield "twice the devices", command({**mesh, plan.mesh.axes[0]: 2 * plan.mesh.shape[0]})
+
+
+def _sequence_length(plan: Record) -> int | None:
+    """Dim 1 of the first input of integers of two dims."""
+    inputs = (name for name, kind in plan.kinds.items() if kind == "input" and len(plan.shapes[name]) == 2)
+    return next((plan.shapes[name][1] for name in inputs if plan.dtypes.get(name, "").startswith("int")), None)
 
 
 # --- the plan in the field's words ---
@@ -225,7 +264,7 @@ def _memory_text(plan: Record) -> str:
     peak, limit = plan.cost.memory_bytes, plan.mesh.hardware.memory_bytes
     most = max(plan.memory.at_peak, key=lambda part: plan.memory.at_peak[part], default="")
     where = f"; most of it {most} ({show_bytes(plan.memory.at_peak[most])})" if most else ""
-    if limit >= 1e15:
+    if limit >= UNLIMITED_BYTES:
         return f"{show_bytes(peak)} per rank at the peak{where}"
     fits = "fits" if peak <= limit else "does not fit"
     return f"{fits}: {show_bytes(peak)} of {show_bytes(limit)} per rank ({peak / limit:.0%}){where}"

@@ -28,7 +28,7 @@ from autoshard.report.record import (
     local_bytes,
     serving_text,
 )
-from autoshard.report.summary import compared_rows, setting_text, summary_rows
+from autoshard.report.summary import UNLIMITED_BYTES, compared_rows, setting_text, summary_rows, work_seconds
 
 TEXT_WIDTH = 120
 """columns of text that does not go to a terminal"""
@@ -328,13 +328,13 @@ def reasons_text(reasons: Iterable[str]) -> str:
 
 
 def _collectives_table(plan: Record) -> TextTable:
-    rows = collective_rows(plan.collectives)
+    rows, work = collective_rows(plan.collectives), work_seconds(plan)
     calls, sent = sum(c.times for c in plan.collectives), show_bytes(sum(r.bytes for r in rows))
-    title = f"Collectives of a step: {calls} per rank, {sent} sent"
+    title = f"Collectives of a step: {calls} per rank, {sent} sent (share: of all work, hidden communication included)"
     table = _new_table(title, "kind", "axis", "phase", "module", "", "why", ">bytes", ">time", ">share")
     for row in rows:
         count = f"×{row.count}" if row.count > 1 else ""
-        share = row.seconds / plan.cost.total_s if plan.cost.total_s else 0.0
+        share = row.seconds / work if work else 0.0
         where = row.where or "(root)"
         cells = (row.kind, ",".join(row.axes), row.phase, where, count, row.reason)
         _add_row(table, *cells, show_bytes(row.bytes), show_seconds(row.seconds), f"{share:.1%}")
@@ -355,7 +355,7 @@ def _memory_table(plan: Record) -> TextTable:
     total = sum(parts.values())
     for what, size in parts.items():
         _add_row(table, what, show_bytes(size), f"{size / total:.0%}" if total else "")
-    room = f"{total / limit:.0%} of {show_bytes(limit)}" if limit < 1e15 else ""
+    room = f"{total / limit:.0%} of {show_bytes(limit)}" if limit < UNLIMITED_BYTES else ""
     _add_row(table, f"together, at {plan.memory.moment}", show_bytes(total), room)
     return table
 
@@ -413,8 +413,9 @@ def short_op(choice: Choice) -> str:
 
 def _hot_spots_table(plan: Record) -> TextTable:
     table = _new_table("What dominates", "what", "", ">time", ">share")
+    work = work_seconds(plan)
     for what, count, seconds in hot_spots(plan):
-        share = f"{seconds / plan.cost.total_s:.1%}" if plan.cost.total_s else ""
+        share = f"{seconds / work:.1%}" if work else ""
         _add_row(table, what, f"×{count}" if count > 1 else "", show_seconds(seconds), share)
     return table
 

@@ -11,18 +11,19 @@ const tabs = new Map();
 function header() {
   document.title = `${plan.title}: autoshard plan`;
   document.getElementById("title").textContent = plan.title;
-  const ranks = plan.mesh.reduce((n, [, size]) => n * size, 1);
-  document.getElementById("subtitle").textContent = `${plan.hardware}, mesh ${plan.mesh.map(([a, n]) => `${a}=${n}`).join(", ")}, ${ranks} ranks, ${plan.training ? "training step" : "inference"}`;
+  document.getElementById("subtitle").textContent = plan.setting;
   const { cost } = plan;
   const number = (name, value, note) => h("div", { class: "number" }, h("b", {}, value, note ? h("small", {}, `  ${note}`) : null), h("span", {}, name));
-  document.getElementById("numbers").append(
-    number("predicted step", showSeconds(cost.total_s)), number("compute", showSeconds(cost.compute_s), percent(cost.compute_s, cost.total_s)),
-    number("communication", showSeconds(cost.exposed_s), percent(cost.exposed_s, cost.total_s)),
-    cost.bubble_s ? number("waiting for other stages", showSeconds(cost.bubble_s), percent(cost.bubble_s, cost.total_s)) : null,
-    number("hidden behind compute", showSeconds(cost.comm_s - cost.exposed_s), percent(cost.comm_s - cost.exposed_s, cost.comm_s)),
-    number("memory per rank", showBytes(cost.memory_bytes)), number("MFU", `${(100 * cost.mfu).toFixed(1)}%`),
+  const numbers = [
+    number("predicted step", showSeconds(cost.total_s)),
+    number("memory per rank", showBytes(cost.memory_bytes), plan.capacity < 1e15 ? `of ${showBytes(plan.capacity)}` : ""),
+    cost.tokens ? number("tokens/s", Math.round(cost.tokens / cost.total_s).toLocaleString("en")) : null,
+    number("MFU", `${(100 * cost.mfu).toFixed(1)}%`),
     number("collectives", String(plan.collectives.length), showBytes(plan.collectives.reduce((sum, c) => sum + c.bytes, 0))),
-    ...plan.notes.slice(0, 3).map((note) => h("div", { class: "number warn" }, note)));
+    ...plan.notes.slice(0, 3).map((note) => h("div", { class: "number warn", title: note }, note.length > 160 ? `${note.slice(0, 160)} …` : note)),
+  ];
+  document.getElementById("numbers").append(...numbers.filter(Boolean));
+  document.getElementById("summary").append(summary(plan));
 }
 
 function addTab(name, make, css = "") {
@@ -40,7 +41,7 @@ function showTab(name) {
   }
   const tab = tabs.get(name);
   if (tab.make) {
-    tab.section.append(...[tab.make()].flat());
+    tab.section.append(...[tab.make()].flat().filter(Boolean));
     tab.make = null;
   }
 }
@@ -146,6 +147,9 @@ addTab("Graph", () => [...views.map((v) => v.element), panel], "graph");
 addTab("Collectives", () => collectiveTables(plan, revealCollective));
 addTab("Parameters", () => parameterTable(plan));
 addTab("Memory and cost", () => charts(plan));
+addTab("Ranks", () => rankGrid(plan));
+if (plan.pipeline) addTab("Stages", () => stageTable(plan));
+addTab("Compared", () => comparedTable(plan));
 if (before) addTab("Compare", () => compareTables(before, plan));
 showDetails(panel, null);
 showTab("Graph");

@@ -15,7 +15,7 @@ function overview() {
   return [h("h3", {}, "Details"), h("p", { class: "hint" }, "Click a box to open it, an operation, a tensor or a collective to read what was decided and what it costs."),
     h("h4", {}, "How to read it"),
     h("p", {}, "Rounded: stored or given tensors. Rectangles: operations with the layout of their result; dashed ones are views and cost nothing. Hexagons: collectives. Dashed arrows come from or go to another box. A red line at the foot shows the share of time."),
-    h("p", {}, "S(d)@axis: dim d is cut along the mesh axis. R: every rank holds the whole; its gradients are summed where it is read. I: whole, and the gradient is whole too. P: every rank holds a summand.")];
+    h("p", {}, "S(d)@axis: dim d is sharded along the mesh axis. R: replicated on every rank. P: every rank holds a partial sum.")];
 }
 
 function boxDetails(box, plan) {
@@ -24,7 +24,7 @@ function boxDetails(box, plan) {
   field(list, "stands for", box.members.length > 1 ? `${box.members.length} equal modules` : "");
   field(list, "compute", showSeconds(box.seconds));
   field(list, "communication", `${showSeconds(box.commSeconds)} in ${plural(box.comms, "collective")}`);
-  field(list, "share of step", percent(box.seconds + box.commSeconds, plan.cost.total_s));
+  field(list, "share of all work", percent(box.seconds + box.commSeconds, plan.work));
   const more = box.members.length > 1 ? [h("h4", {}, "Modules"), h("p", { class: "mono" }, box.members.join(", "))] : [];
   return [h("h3", {}, box.path || plan.title), list, ...more];
 }
@@ -52,7 +52,7 @@ function opDetails(item, plan, view) {
   field(list, "module", place(item.fqn));
   field(list, "source", h("code", {}, item.source));
   field(list, "strategy", strategy(item.labels, plan));
-  field(list, "time", `${showSeconds(item.seconds)} forward and backward, ${percent(item.seconds, plan.cost.total_s)} of the step`);
+  field(list, "time", `${showSeconds(item.seconds)} forward and backward, ${percent(item.seconds, plan.work)} of all work`);
   field(list, "FLOPs", item.flops ? `${showFlops(item.flops)} on all ranks` : "");
   field(list, "drawn once for", item.times > 1 ? `${item.times} equal operations` : "");
   const warning = item.rule ? [] : [h("p", { class: "warn" }, "No sharding rule: runs on full tensors on every rank. Add one with autoshard.register_rule.")];
@@ -93,7 +93,7 @@ function oneCollective(c, plan, item, n) {
   field(list, "mesh axis", `${c.axes.join(", ")} (${ranks} ranks)`);
   field(list, "phase", c.phase);
   field(list, "bytes sent per rank", showBytes(c.bytes));
-  field(list, "predicted time", `${showSeconds(c.seconds)}, ${percent(c.seconds, plan.cost.total_s)} of the step`);
+  field(list, "predicted time", `${showSeconds(c.seconds)}, ${percent(c.seconds, plan.work)} of all work`);
   field(list, "module", place(c.fqn));
   field(list, "why", c.reason);
   field(list, "drawn once for", item && item.times > 1 ? `${item.times} equal ones` : "");

@@ -57,7 +57,7 @@ function layoutMarks(layout) {
   if (!marks.has(layout)) {
     marks.set(layout, layout.split(" ").map((text) => {
       const cut = /^S\((\d+)\)/.exec(text);
-      return { text, css: cut ? `s${cut[1] % 5}` : text.startsWith("P") ? "p" : "r" };
+      return { text: text.replace(/^I@/, "R@"), css: cut ? `s${cut[1] % 5}` : text.startsWith("P") ? "p" : "r" };
     }));
   }
   return marks.get(layout);

@@ -151,7 +151,7 @@ class GraphView {
   }
 
   closedBox(child, depth) {
-    const heat = this.heat(child, child.node.seconds + child.node.commSeconds, this.plan.cost.total_s);
+    const heat = this.heat(child, child.node.seconds + child.node.commSeconds, this.plan.work);
     return this.boxShape(child, depth, this.head(child.node, child, boxLines(child.node), depth), heat);
   }
 

@@ -9,13 +9,29 @@ from importlib.resources import files
 from typing import Any
 
 from autoshard.layout import Layout
+from autoshard.report.pipeline import stage_rows
 from autoshard.report.record import Record, local_bytes
-from autoshard.report.summary import utilisation
-from autoshard.report.text import collective_rows, hot_spots, memory_parts, short_op, show_layout, shown_labels
+from autoshard.report.summary import setting_text, strategy_text, summary_rows, utilisation, what_if, work_seconds
+from autoshard.report.text import (
+    collective_rows,
+    hot_spots,
+    layer_glob,
+    memory_parts,
+    parameter_rows,
+    short_op,
+    show_layout,
+    shown_labels,
+)
 from autoshard.viz.drawing import Box, Drawing, Item, drawing, is_view_choice
 from autoshard.viz.trace import memory_over_time, pipeline_chart
 
-_SCRIPTS = ("dom.js", "layout.js", "graph.js", "details.js", "tables.js", "charts.js", "pipeline.js", "app.js")
+_SCRIPTS = (
+    *("dom.js", "layout.js", "graph.js", "details.js", "tables.js", "charts.js", "overview.js", "ranks.js"),
+    *("pipeline.js", "app.js"),
+)
+
+MOST_RANKS = 1024
+"""most ranks in the grid of who holds what"""
 
 
 def html(plan: Record, before: Record | None = None) -> str:
@@ -53,9 +69,16 @@ class _Payload:
             "name": name,
             "title": plan.title or "model",
             "mesh": list(zip(plan.mesh.axes, plan.mesh.shape, strict=True)),
-            "hardware": plan.mesh.hardware.name,
+            "setting": setting_text(plan),
+            "strategy": strategy_text(plan),
+            "summary": list(summary_rows(plan)),
+            "compared": list(plan.known_compared),
+            "complete": plan.strategies_are_compared,
+            "whatIf": list(what_if(plan)),
             "capacity": plan.mesh.hardware.memory_bytes,
-            "training": plan.training,
+            "budget": plan.memory_budget,
+            "work": work_seconds(plan),
+            "holders": self.holders(),
             "cost": {**asdict(plan.cost), "mfu": mfu, "hfu": hfu},
             "notes": list(plan.notes),
             "tree": tree,
@@ -69,6 +92,7 @@ class _Payload:
             "memoryParts": list(memory_parts(plan).items()),
             "hot": hot_spots(plan, 14),
             "pipeline": pipeline_chart(plan),
+            "stages": _stage_cells(plan),
         }
 
     def layout(self, layout: Layout | str) -> int:
@@ -146,6 +170,16 @@ class _Payload:
             rows.append([c.kind, list(c.axes), c.phase, c.bytes, c.seconds, c.fqn, c.value, c.reason, at])
         return rows
 
+    def holders(self) -> list[list[Any]]:
+        """Rows of (name, count, shape, layout, blocks, per rank the number of its block)."""
+        found: list[list[Any]] = []
+        for row in parameter_rows(self.plan):
+            blocks: dict[str, int] = {}
+            ranks = range(min(self.plan.mesh.size, MOST_RANKS))
+            held = [blocks.setdefault(_block_text(row.layout, row.shape, rank), len(blocks)) for rank in ranks]
+            found.append([row.glob, len(row.names), list(row.shape), self.layout(row.layout), list(blocks), held])
+        return found
+
     def traffic(self) -> list[list[Any]]:
         """Rows of collectives, layers folded; the last entry is the position of their first."""
         at = {id(c): i for i, c in enumerate(self.plan.collectives)}
@@ -162,6 +196,32 @@ class _Payload:
             c.fqn if fqn is None else fqn,
             *(r.partition(": ")[2] for r in c.reasons),
         )
+
+
+def _block_text(layout: Layout, shape: tuple[int, ...], rank: int) -> str:
+    """What a rank holds of a tensor, as slices: ``[0:64, :]``."""
+    dims = []
+    for dim, size in enumerate(shape):
+        chunks = layout.chunks_of(dim, size, rank)
+        if not any(length for _, length in chunks) and size:
+            return "nothing"
+        ranges = [f"{start}:{start + length}" for start, length in chunks]
+        dims.append(":" if chunks == ((0, size),) else " and ".join(ranges))
+    return f"[{', '.join(dims)}]"
+
+
+def _stage_cells(plan: Record) -> list[list[Any]]:
+    """Per stage (number, rank, modules, forward s, backward s, bytes sent, in flight, peak bytes)."""
+    rows = []
+    for stage in stage_rows(plan):
+        batch, modules = stage.times.batch, dict.fromkeys(map(layer_glob, stage.modules))
+        rows.append(
+            [
+                *(stage.number, stage.rank, ", ".join(modules), batch.forward, batch.backward),
+                *(stage.sent, stage.flying, stage.memory.peak),
+            ]
+        )
+    return rows
 
 
 def _thinned(points: tuple[tuple[float, float], ...], limit: int = 1500) -> list[list[float]]:

@@ -30,3 +30,13 @@ function pipelineChart(pipe) {
   return h("div", { class: "card wide", id: "pipeline" }, h("h2", {}, "Schedule of the pipeline"),
     s("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": "work of every rank over time" }, rows, messages, times), legend, read);
 }
+
+function stageTable(plan) {
+  const columns = [
+    { title: "stage", value: (r) => r[0], numeric: true }, { title: "rank", value: (r) => r[1], numeric: true }, { title: "modules", value: (r) => r[2] },
+    { title: "forward", value: (r) => r[3], show: (r) => showSeconds(r[3]), numeric: true }, { title: "backward", value: (r) => r[4], show: (r) => showSeconds(r[4]), numeric: true },
+    { title: "sends", value: (r) => r[5], show: (r) => showBytes(r[5]), numeric: true }, { title: "in flight", value: (r) => r[6], numeric: true },
+    { title: "memory per rank", value: (r) => r[7], show: (r) => showBytes(r[7]), numeric: true },
+  ];
+  return [pipelineChart(plan.pipeline), sortable(columns, plan.stages, { placeholder: "Filter stages", name: "stages" })];
+}

@@ -48,7 +48,7 @@ function trafficTable(plan, onrow) {
     { title: "why", value: (c) => c.change },
     { title: "bytes", value: (c) => c.bytes, show: (c) => showBytes(c.bytes), numeric: true },
     { title: "time", value: (c) => c.seconds, show: (c) => showSeconds(c.seconds), numeric: true },
-    { title: "share", value: (c) => c.seconds, show: (c) => percent(c.seconds, plan.cost.total_s), numeric: true },
+    { title: "share", value: (c) => c.seconds, show: (c) => percent(c.seconds, plan.work), numeric: true },
   ];
   return sortable(columns, plan.traffic, { sort: 7, descending: true, onrow: (c) => onrow(plan.collectives[c.index]), placeholder: "Filter collectives", name: "traffic" });
 }
@@ -63,7 +63,7 @@ function collectiveTable(plan, onrow) {
     { title: "why", value: (c) => c.reason },
     { title: "bytes", value: (c) => c.bytes, show: (c) => showBytes(c.bytes), numeric: true },
     { title: "time", value: (c) => c.seconds, show: (c) => showSeconds(c.seconds), numeric: true },
-    { title: "share", value: (c) => c.seconds, show: (c) => percent(c.seconds, plan.cost.total_s), numeric: true },
+    { title: "share", value: (c) => c.seconds, show: (c) => percent(c.seconds, plan.work), numeric: true },
   ];
   return sortable(columns, plan.collectives, { sort: 7, descending: true, onrow, placeholder: "Filter collectives", name: "collectives" });
 }

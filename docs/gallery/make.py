@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 import autoshard
 from autoshard import models
@@ -35,6 +36,7 @@ VIEWS = {
     "_dark": "theme=dark&find={0}",
     "_collectives": "tab=Collectives",
     "_cost": "tab=Memory and cost&theme=dark",
+    "_compared": "tab=Compared",
 }
 
 
@@ -43,8 +45,9 @@ def plan(name: str) -> autoshard.Plan:
     model, mesh, sizes, _ = MODELS[name]
     reference = models.get(model)
     with torch.device("meta"):
-        module = reference.model()
-    args, kwargs = reference.inputs(**sizes)
+        module = reference.model().bfloat16()
+    inputs = reference.inputs(**sizes)
+    args, kwargs = tree_map_only(torch.Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, inputs)
     return autoshard.plan(module, autoshard.Mesh(mesh), args, kwargs)
 
 
@@ -66,7 +69,9 @@ def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in names or list(MODELS):
             page = Path(folder) / f"{name}.html"
-            plan(name).visualize(page)
+            found = plan(name)
+            print(f"{name}: {len(found.compared)} plans compared")
+            found.visualize(page)
             for suffix, address in VIEWS.items():
                 shoot(page, address.format(MODELS[name][3]), FOLDER / f"{name}{suffix}.png")
             print(f"{name}: {len(VIEWS)} pictures")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ from browser import chromium, open_page
 from picture_samples import ODD_NAMES, chain, deep_llama, planned
 
 from autoshard import Mesh
+from autoshard.cli import _parser
 from autoshard.compiler import capture_graph, compile_graph
 from autoshard.models import Gpt, GptConfig
 from autoshard.passes.ir.text import show_bytes, show_seconds
 from autoshard.plans.options import CompileOptions
 from autoshard.plans.plan import Plan
+from autoshard.report.text import parameter_rows
 
 CHECKS = (Path(__file__).parents[1] / "support" / "page_checks.js").read_text("utf-8")
 OVERLAPS, CONTRAST, COLUMN = (f"{CHECKS}\nreturn {name}(...arguments);" for name in ("overlaps", "contrast", "column"))
@@ -160,6 +164,124 @@ def test_charts_show_the_peak(page: Any, llama: Plan) -> None:
     tab(page, "Memory and cost")
     assert f"Peak {show_bytes(llama.cost.memory_bytes)}" in css(page, ".card p")[0].text
     assert len(css(page, ".card svg")) == 4
+    assert f"budget {show_bytes(llama.memory_budget)}" in css(page, ".card svg")[0].text
+    assert css(page, "#budget")
+
+
+TABS = ("Graph", "Collectives", "Parameters", "Memory and cost", "Ranks", "Compared")
+TEXT = "return document.body.innerText"
+
+
+def with_hidden(plan: Plan) -> Plan:
+    """Of 10 ms of communication 6 are hidden behind 20 of compute; the rest and a bubble of 2 show."""
+    cost = replace(plan.cost, compute_s=20e-3, comm_s=10e-3, exposed_s=4e-3, bubble_s=2e-3, total_s=26e-3)
+    return replace(plan, cost=cost)
+
+
+@pytest.mark.parametrize("plan", ["chain", "inference"])
+def test_no_page_shows_a_missing_value(driver: Any, plan: str, tmp_path: Path) -> None:
+    found = chain(("up", "down"))
+    (found if plan == "chain" else replace(found, training=False)).visualize(tmp_path / "plan.html")
+    open_page(driver, tmp_path / "plan.html")
+    missing = r"\b(null|undefined|NaN|Infinity)\b"
+    for name in TABS:
+        tab(driver, name)
+        assert not re.search(missing, driver.execute_script(TEXT)), name
+    driver.execute_script("document.getElementById('numbers').append(null)")  # the check sees one
+    assert re.search(missing, driver.execute_script(TEXT))
+
+
+def test_one_bar_shows_the_step_and_what_is_hidden(driver: Any, tmp_path: Path) -> None:
+    with_hidden(chain(("up", "down"))).visualize(tmp_path / "plan.html")
+    open_page(driver, tmp_path / "plan.html")
+    pieces = {p.get_attribute("title"): p.rect for p in css(driver, ".stack .piece")}
+    assert list(pieces) == [
+        "compute: 20 ms", "exposed communication: 4 ms", "pipeline bubble: 2 ms",
+        "hidden behind compute: 6 ms",
+    ]  # fmt: skip
+    compute, exposed, bubble, hidden = pieces.values()
+    whole = css(driver, ".stack")[0].rect["width"]
+    assert compute["width"] + exposed["width"] + bubble["width"] == pytest.approx(whole, abs=2)
+    assert exposed["width"] / compute["width"] == pytest.approx(4 / 20, rel=0.02)
+    assert hidden["width"] / compute["width"] == pytest.approx(6 / 20, rel=0.02)
+    assert (hidden["x"], hidden["height"] < compute["height"]) == (compute["x"], True)  # drawn over compute
+    tab(driver, "Memory and cost")
+    assert "Communication: 4 ms exposed + 6 ms hidden" in driver.execute_script(TEXT)  # as above the tabs
+
+
+def test_shares_sum_to_no_more_than_all(driver: Any, tmp_path: Path) -> None:
+    """Of a plan whose collectives take longer than its step, since most are hidden."""
+    plan = chain(("up", "down"))
+    slow = tuple(replace(c, seconds=1e-3) for c in plan.collectives)
+    replace(with_hidden(plan), collectives=slow).visualize(tmp_path / "plan.html")
+    open_page(driver, tmp_path / "plan.html")
+    tab(driver, "Collectives")
+    shares = [float(text.rstrip("%")) for text in driver.execute_script(COLUMN, "traffic", 8)]
+    assert len(shares) == len(slow)
+    assert 90 < sum(shares) <= 100
+
+
+def test_ranks_show_what_they_hold_and_their_groups(page: Any, llama: Plan) -> None:
+    tab(page, "Ranks")
+    cells = css(page, "#ranks .rank")
+    assert len(cells) == llama.mesh.size
+    rows = parameter_rows(llama)
+    at = next(i for i, row in enumerate(rows) if "S(0)@tp" in str(row.layout) and len(row.shape) == 2)
+    select = css(page, '[aria-label="Tensor"] option')
+    select[at].click()
+    layout, shape = rows[at].layout, rows[at].shape
+    for rank, cell in enumerate(css(page, "#ranks .rank")):
+        (start, length), *_ = layout.chunks_of(0, shape[0], rank)
+        assert cell.text.split()[0] == str(rank)
+        assert f"[{start}:{start + length}, :]" in cell.text
+    groups = css(page, '[aria-label="Groups of"] option')
+    chosen = next(option for option in groups if option.text.endswith("@tp"))
+    chosen.click()
+    page.execute_script("arguments[0].dispatchEvent(new MouseEvent('mouseenter'))", css(page, "#ranks .rank")[5])
+    together = [int(c.get_attribute("data-rank")) for c in css(page, "#ranks .together")]
+    assert together == [4, 5, 6, 7]  # dp=2, tp=4
+    assert "rank 5 (dp=1, tp=1)" in css(page, "#tab-Ranks")[0].text
+
+
+COMPARED = (("fsdp", 2e-3, 5e6, ""), ("ddp", None, 9e6, "does not fit"), ("megatron", 1.5e-3, 7e6, ""))
+
+
+def test_compared_plans_sort_and_the_next_question_is_a_command(driver: Any, tmp_path: Path) -> None:
+    plan = replace(with_hidden(chain(("up", "down"))), baselines=COMPARED)
+    plan.visualize(tmp_path / "plan.html")
+    open_page(driver, tmp_path / "plan.html")
+    tab(driver, "Compared")
+
+    def names() -> list[str]:
+        found: list[str] = driver.execute_script(COLUMN, "compared", 0)
+        return found
+
+    assert names() == ["megatron", "fsdp", "free", "ddp"]  # by time; what does not fit is last
+    css(driver, 'table[data-table="compared"] th button')[3].click()
+    assert names() == ["ddp", "megatron", "fsdp", "free"]  # by memory
+    commands = [e.text for e in css(driver, 'table[data-table="what-if"] code')]
+    assert len(commands) >= 3
+    for command in commands:
+        words = command.replace("MODEL", "gpt").split()
+        assert words[:2] == ["autoshard", "plan"]
+        assert _parser().parse_args(words[1:]).command == "plan"
+
+
+@pytest.mark.parametrize("name", ["chain", "moe"])
+def test_the_page_fits_a_phone(driver: Any, name: str, tmp_path: Path) -> None:
+    plan = with_hidden(chain(ODD_NAMES[:1])) if name == "chain" else planned("moe", dp=2, tp=2)
+    replace(plan, baselines=COMPARED).visualize(tmp_path / "plan.html")
+    size = {"width": 420, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        open_page(driver, tmp_path / "plan.html")
+        for each in TABS:
+            css(driver, f'[data-tab="{each}"]')[0].click()
+            wide = driver.execute_script("return document.documentElement.scrollWidth")
+            assert wide <= 420, (each, wide)
+            assert css(driver, f'[id="tab-{each}"]')[0].rect["width"] <= 420
+    finally:
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_before_and_after_stand_side_by_side(driver: Any, tmp_path: Path) -> None:
@@ -229,7 +351,8 @@ def test_a_pipeline_shows_who_works_when(driver: Any, tmp_path: Path) -> None:
     plan = compile_graph(graph, Mesh({"pp": 2}), CompileOptions(stages="pp", micro_batches=4)).plan
     plan.visualize(tmp_path / "plan.html")
     open_page(driver, tmp_path / "plan.html")
-    tab(driver, "Memory and cost")
+    tab(driver, "Stages")
+    assert len(css(driver, 'table[data-table="stages"] tbody tr')) == 2
     chart = css(driver, "#pipeline")[0]
     assert len(chart.find_elements("css selector", "svg .p-forward")) == 2 * 4 + 1  # and the legend
     first = chart.find_elements("css selector", "svg .p-backward")[0]
