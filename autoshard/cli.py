@@ -160,6 +160,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("name", metavar="NAME", help="a parameter, an operation, or a pattern of modules")
         if name == "plan":
             command.add_argument("--json", type=Path, metavar="FILE", help="also write the plan here, for --plan FILE")
+            command.add_argument("--compare", action="store_true", help="plan the named strategies, too")
+            command.add_argument("--full", action="store_true", help="print every table and row")
         if name in ("plan", "compile", "show"):
             where = "draw the plan to .html .dot .svg .json .txt" if name == "plan" else "where to write"
             command.add_argument("--out", type=Path, metavar="PATH", required=name == "compile", help=where)
@@ -358,7 +360,9 @@ def _resulting_plan(options: argparse.Namespace) -> Any:
 
 def _plan_command(options: argparse.Namespace) -> int:
     plan = _resulting_plan(options)
-    print(plan)
+    if options.compare:
+        _ = plan.compared
+    print(plan.report("full" if options.full else "short"))
     if options.json:
         options.json.write_text(plan.to_json(), encoding="utf-8")
         print(f"plan written to {options.json}")

@@ -410,8 +410,8 @@ class Record:
         """This plan, then named strategies and runners-up, fastest first, then those without a plan.
 
         Each row: (name, seconds or None, peak bytes per rank, why not). Named strategies are planned
-        when this is first read, by a quick search each: all together take one to four times as
-        long as the plan. Until then ``print(plan)`` lists the runners-up of a search over meshes.
+        when this is first read, by a quick search each; all together take about as long as
+        capture and plan. Until then ``print(plan)`` lists the runners-up of a search over meshes.
         """
         self.baselines[:0]
         return self.known_compared
@@ -424,6 +424,10 @@ class Record:
         named = self.baselines if self.strategies_are_compared else ()
         others = sorted((*named, *meshes), key=lambda row: (row[1] is None, row[1] or -row[2]))
         return ((own, self.cost.total_s, self.cost.memory_bytes, ""), *others)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles have :attr:`baselines` if they are known."""
+        return {**vars(self), "baselines": self.baselines if self.strategies_are_compared else ()}
 
     def to_json(self, alternatives: bool = True) -> str:
         """The plan as JSON text, for :meth:`from_json`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -26,7 +27,7 @@ from autoshard.report.text import plan_text
 
 pytestmark = pytest.mark.usefixtures("remembering")
 
-DOCS = Path(__file__).parents[2] / "docs"
+COST_MODEL = next((Path(__file__).parents[2] / "docs").rglob("cost_model.md"))
 
 
 def plan_of(name: str, mesh: dict[str, int], batch: int = 8, **asked: Any) -> Plan:
@@ -132,6 +133,7 @@ def test_named_strategies_are_planned_when_they_are_read(free: Plan) -> None:
     assert compared_text(fresh).startswith("free ")
     assert compared_text(fresh).endswith("; plan.compared plans the named strategies, too")
     assert "baselines" not in json.loads(fresh.to_json())
+    assert copy.copy(fresh).baselines == ()  # a copy plans nothing
     rows = {name: (seconds, peak, why) for name, seconds, peak, why in free.compared}
     assert {"free", "ddp", "fsdp", "megatron"} <= set(rows)
     assert rows["free"] == (free.cost.total_s, free.cost.memory_bytes, "")
@@ -188,7 +190,7 @@ def test_meshes_that_lost_are_compared() -> None:
 
 def test_stated_errors_are_those_of_the_pages() -> None:
     """The errors of the tables of published steps, by ``like=`` alone."""
-    text = (DOCS / "cost_model.md").read_text("utf-8")
+    text = COST_MODEL.read_text("utf-8")
     text = text[
         text.index("| published step (`benchmarks/planner.py`)") : text.index("Pipelines (`benchmarks/pipeline.py`)")
     ]
