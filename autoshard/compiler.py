@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from autoshard import dumps
-from autoshard.errors import HintError, PlanError
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
 from autoshard.passes.capture.exported.symbolic_shapes import Dynamic
-from autoshard.passes.ir.analyses import LazySequence
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.ir.text import show_bytes
-from autoshard.passes.memory import least_state_bytes
 from autoshard.passes.microbatch import micro_batch_counts, one_micro_batch
 from autoshard.passes.propagate.hints import micro_batch_placements
-from autoshard.passes.propagate.named_strategies import FREE, baseline_strategies, expand_tp_plan
+from autoshard.passes.propagate.named_strategies import expand_tp_plan
 from autoshard.passes.rules.restrictions import check_random
 from autoshard.passes.search.candidates import Candidates
+from autoshard.plans.baselines import baselines_of
 from autoshard.plans.options import NOTHING_KNOWN, CompileOptions, KnownLayouts
 from autoshard.plans.plan import Compiled
 from autoshard.plans.planning import plan_cheaper_order
-from autoshard.plans.stages import compile_stages, mesh_without_axis
+from autoshard.plans.stages import compile_stages
 from autoshard.progress import infrequent_gc, shown_progress
-from autoshard.report.record import ComparedRow
-from autoshard.report.summary import strategy_name
 from autoshard.runtime.transport.torch_state import without_autocast
 
 
@@ -60,16 +55,8 @@ def capture_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
 
 @infrequent_gc()
 @without_autocast()  # the graph has its casts
-def compile_graph(
-    graph: Graph,
-    mesh: Mesh,
-    opts: CompileOptions | None = None,
-    known: KnownLayouts = NOTHING_KNOWN,
-    dumped: bool = True,
-) -> Compiled:
-    """All steps after capture. ``dumped``: whether they are logged and written (AUTOSHARD_DUMP)."""
-    opts = opts or CompileOptions()
-    folder = dumps.dump_graph(graph) if dumped else None
+def search_graph(graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLayouts = NOTHING_KNOWN) -> Compiled:
+    """The cheapest plan of ``graph``, and its program, over numbers of micro-batches."""
     check_random(graph)
     always, cuts = opts.stages is not None, micro_batch_placements(opts.hints, graph, mesh, known=known.later)
     steps = Candidates[Compiled](lambda found: found.plan.cost.total_s)
@@ -82,48 +69,23 @@ def compile_graph(
                 step = replace(plan_cheaper_order(part, mesh, opts, known), micro_batches=micro)
             if not steps.add(step):  # more of them take less memory, but more time
                 break
-    found = steps.cheapest(told=-1)
-    if not opts.quick and not known.later:
-        found = replace(found, plan=replace(found.plan, baselines=baselines_of(graph, mesh, opts, known)))
+    return steps.cheapest(told=-1)
+
+
+@infrequent_gc()
+def compile_graph(
+    graph: Graph,
+    mesh: Mesh,
+    opts: CompileOptions | None = None,
+    known: KnownLayouts = NOTHING_KNOWN,
+    dumped: bool = True,
+) -> Compiled:
+    """All steps after capture. ``dumped``: whether they are logged and written (AUTOSHARD_DUMP)."""
+    opts = opts or CompileOptions()
+    folder = dumps.dump_graph(graph) if dumped else None
+    found = search_graph(graph, mesh, opts, known)
+    if not known.later:
+        found = replace(found, plan=replace(found.plan, baselines=baselines_of(search_graph, graph, mesh, opts, known)))
     if dumped:
         dumps.dump_compilation(found.plan, found.program, lambda: found.source.text, folder)
     return found
-
-
-def baselines_of(
-    graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLayouts = NOTHING_KNOWN
-) -> LazySequence[ComparedRow]:
-    """:attr:`Plan.baselines` of a plan with these options; planned when they are read."""
-    return LazySequence(lambda: tuple(_planned_baselines(graph, mesh, opts, known)))
-
-
-def _planned_baselines(graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLayouts) -> Iterator[ComparedRow]:
-    """The named strategies that ``graph`` can follow, each by a quick search with all other options;
-    the free search beside a plan that was asked for by name."""
-    own, budget = mesh if opts.stages is None else mesh_without_axis(mesh, opts.stages), opts.budget(mesh.hardware)
-    strategies = [s for s in baseline_strategies(graph, own, FREE) if own.size > 1 and s.like != "replicate"]
-    for strategy in [FREE, *strategies] if opts.like is not None else strategies:
-        if strategy is not FREE and strategy.like == opts.like:
-            continue
-        name, state = strategy_name(strategy.like), least_state_bytes(graph, own, strategy, opts.optimizer)
-        if state > budget and opts.stages is None and not opts.hints:  # stages divide it, hints may
-            yield (
-                name,
-                None,
-                state,
-                f"does not fit: {show_bytes(state)} of parameters, gradients and optimizer state alone",
-            )
-            continue
-        asked = replace(opts, like=strategy.like, plan=None, quick=True)
-        try:
-            plan = compile_graph(graph, mesh, asked, known, dumped=False).plan
-        except (HintError, PlanError) as error:
-            peak = getattr(error, "peak", 0.0)
-            yield (
-                name,
-                None,
-                peak,
-                f"does not fit: a peak of {show_bytes(peak)} is the least found" if peak else str(error),
-            )
-        else:
-            yield name, plan.cost.total_s, plan.memory.peak, ""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from autoshard.compiler import baselines_of, compile_graph
+from autoshard.compiler import compile_graph, search_graph
 from autoshard.errors import MeshError, PlanError
 from autoshard.hardware import Hardware
 from autoshard.layout import Grouped, Layout, Owned, Shard
@@ -24,6 +24,7 @@ from autoshard.passes.memory import lower_and_simulate
 from autoshard.passes.propagate.named_strategies.strategies import axes_by_role
 from autoshard.passes.propagate.op_space import OpSpaces, is_feasible
 from autoshard.passes.search.candidates import Candidates
+from autoshard.plans.baselines import baselines_of
 from autoshard.plans.describe import describe_program
 from autoshard.plans.options import CompileOptions
 from autoshard.plans.plan import Plan
@@ -126,7 +127,7 @@ class MeshSearch:
             program, memory = lower_and_simulate(assignment.on(plan.mesh), self.opts.optimizer)
         found = describe_program(with_length_conditions(program, decided), self.opts.title, self.opts.optimizer, memory)
         found = replace(found, like=plan.like, mixed_precision=plan.mixed_precision, folded=plan.folded)
-        baselines = baselines_of(self.graph, plan.mesh, self.opts)
+        baselines = baselines_of(search_graph, self.graph, plan.mesh, self.opts)
         return replace(found, baselines=baselines, memory_budget=plan.memory_budget)
 
     def result(self) -> Plan:

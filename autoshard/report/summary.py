@@ -29,6 +29,8 @@ UNLIMITED_BYTES = 1e15
 MOST_COMPARED = 6
 """most plans that one line compares"""
 
+TABLES = "sharded embedding tables"
+
 FULL_SHARE = 0.9
 """share of a block's FLOPs, but its last product's, from which on its recomputation is called full"""
 
@@ -173,6 +175,8 @@ def _product_role(plan: Record, choice: Choice, axis: str, weights: set[str]) ->
         return "expert parallel" if stacked else "tensor parallel"
     if "attention" in choice.op and isinstance(made, Shard):
         return {0: "data", 1: "tensor parallel"}.get(made.dim, "context parallel")
+    if "conv" in choice.op and isinstance(made, Shard) and made.dim > 1:
+        return "spatial parallel"
     if isinstance(made, Shard):
         last = made.dim == len(plan.shapes[choice.outputs[0]]) - 1
         return "data" if made.dim == 0 else "tensor parallel" if last else "context parallel"
@@ -186,14 +190,23 @@ def _placement(use: str, axis: str) -> str:
 
 
 def _data_role(plan: Record, axis: str) -> str:
-    """Which ZeRO stage most parameter bytes have along an axis of the batch."""
+    """Which ZeRO stage most parameters have along an axis of the batch; parameters that are read
+    sharded, such as embedding tables, have none."""
     size: Counter[str] = Counter()
+    pairs = (pair for c in plan.choices.values() for pair in zip(c.inputs, c.uses, strict=True))
+    placed = {name for name, use in pairs if _placement(use, axis)[0] in "SO"}
     for name, kind in plan.kinds.items():
-        if kind == "parameter":
+        if kind == "parameter" and name in placed:
+            size[TABLES] += math.prod(plan.shapes[name])
+        elif kind == "parameter":
             stored = isinstance(plan.layouts[name][axis], Shard)
             stage = plan.zero.get(name, 3) if plan.training else 3
             size[f"ZeRO-{stage}" if stored else "data parallel"] += math.prod(plan.shapes[name])
-    return max(size, key=lambda name: size[name], default="data parallel")
+    most = max(size, key=lambda name: size[name], default="data parallel")
+    if most != TABLES:
+        return most
+    del size[TABLES]
+    return f"{max(size, key=lambda name: size[name], default='data parallel')} + {TABLES}"
 
 
 def _shards_sequence(plan: Record, axis: str) -> bool:

@@ -330,8 +330,8 @@ def reasons_text(reasons: Iterable[str]) -> str:
 def _collectives_table(plan: Record) -> TextTable:
     rows, work = collective_rows(plan.collectives), work_seconds(plan)
     calls, sent = sum(c.times for c in plan.collectives), show_bytes(sum(r.bytes for r in rows))
-    title = f"Collectives of a step: {calls} per rank, {sent} sent (share: of all work, hidden communication included)"
-    table = _new_table(title, "kind", "axis", "phase", "module", "", "why", ">bytes", ">time", ">share")
+    title = f"Collectives of a step: {calls} per rank, {sent} sent"
+    table = _new_table(title, "kind", "axis", "phase", "module", "", "why", ">bytes", ">time", ">of work")
     for row in rows:
         count = f"×{row.count}" if row.count > 1 else ""
         share = row.seconds / work if work else 0.0
@@ -412,7 +412,7 @@ def short_op(choice: Choice) -> str:
 
 
 def _hot_spots_table(plan: Record) -> TextTable:
-    table = _new_table("What dominates", "what", "", ">time", ">share")
+    table = _new_table("What dominates", "what", "", ">time", ">of work")
     work = work_seconds(plan)
     for what, count, seconds in hot_spots(plan):
         share = f"{seconds / work:.1%}" if work else ""

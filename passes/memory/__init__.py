@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.passes.memory.fit import least_state_bytes, lower_and_simulate, search_within_memory
+from autoshard.passes.memory.fit import lower_and_simulate, search_within_memory
 from autoshard.passes.memory.simulate import simulate_memory
 
-__all__ = ["least_state_bytes", "lower_and_simulate", "search_within_memory", "simulate_memory"]
+__all__ = ["lower_and_simulate", "search_within_memory", "simulate_memory"]

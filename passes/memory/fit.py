@@ -18,14 +18,12 @@ import numpy as np
 from autoshard.errors import BudgetError, HintError, PlanError
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
-from autoshard.passes.ir.graph import Graph
-from autoshard.passes.ir.memory import Memory, optimizer_bytes
+from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import record_conditions
 from autoshard.passes.ir.text import show_bytes
 from autoshard.passes.lower.lowering import lower_assignment
 from autoshard.passes.memory.simulate import simulate_memory
-from autoshard.passes.propagate.hints import DimLimit
 from autoshard.passes.propagate.named_strategies import NamedStrategy
 from autoshard.passes.propagate.planner import FORWARD_END, TIE_BYTES_PER_SECOND, Planner, with_proven_bound
 
@@ -237,19 +235,6 @@ def lower_and_simulate(assignment: Assignment, optimizer: str, micro_batches_hel
     with record_conditions():  # memory at the example's lengths: these decisions bind no program
         memory = simulate_memory(program, optimizer)
     return program, memory.in_flight(micro_batches_held) if micro_batches_held else memory
-
-
-def least_state_bytes(graph: Graph, mesh: Mesh, strategy: NamedStrategy, optimizer: str) -> float:
-    """Lower bound (bytes per rank) of parameters, gradients and optimizer state under ``strategy``."""
-    total = 0.0
-    for name in graph.parameters:
-        kept, limit = graph.types[name], strategy.limits.get(name)
-        dims = limit.dims if isinstance(limit, DimLimit) else (None,) * mesh.ndim
-        ranks = math.prod(n for n, along in zip(mesh.shape, dims, strict=True) if along is None or along)
-        held = float(kept.nbytes * (1 + (graph.training and kept.grad)))
-        held += optimizer_bytes(optimizer, tuple(map(int, kept.shape)), kept.dtype) if kept.grad else 0.0
-        total += held / ranks
-    return total
 
 
 def _budget_error(memory: Memory, budget: float, mesh: Mesh) -> str:

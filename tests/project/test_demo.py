@@ -26,12 +26,13 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
         "llama:small in bfloat16, 16 × 256 tokens",
         "h100, mesh dp=8: 8 ranks, bfloat16, training step",
         "compared       free ",
-        "· fsdp ",
         "verify on mesh tp=2: ok  (rtol 1e-09, atol 1e-09)",
         "torchrun --nproc-per-node 2",
     ):
         assert expected in printed
     assert len(printed.splitlines()) <= 50  # a screen
+    assert re.search(r"compared +free .* · .* · ", printed)
+    assert "plan.compared plans" not in printed  # they are known
     two, one = re.findall(r"steps of AdamW: (.*)", printed)
     assert two == one
     assert {p.name for p in out.iterdir()} == {"plan.json", "plan.html", "block.py", "tiny"}

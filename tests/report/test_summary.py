@@ -61,6 +61,13 @@ def test_a_named_strategy_is_recognised(like: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("like", ["table-wise", "row-wise", "column-wise"])
+def test_tables_are_not_mistaken_for_zero(like: str) -> None:
+    found = strategy_text(plan_of("dlrm", {"dp": 2}, batch=64, like=like))
+    assert found == "data parallel + sharded embedding tables over dp=2"
+
+
+@pytest.mark.slow
 def test_axes_with_one_role_are_one_product_and_experts_are_named() -> None:
     assert strategy_text(plan_of("llama", {"a": 2, "b": 2}, like="fsdp")) == "ZeRO-3 over a=2×b=2"
     experts = plan_of("moe", {"dp": 2, "ep": 2}, like={"dp": "fsdp", "ep": "expert"})
