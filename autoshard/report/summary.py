@@ -93,16 +93,16 @@ def what_if(plan: Record) -> Iterator[tuple[str, str]]:
         asked: dict[str, object] = {"hardware": hardware.name, "batch": rows or None, "seq": _sequence_length(plan)}
         if plan.staged is not None:
             asked |= {"stages": plan.staged.axis, "schedule": plan.staged.schedule}
-        asked |= {"micro-batches": _step_micro_batches(plan) if _step_micro_batches(plan) > 1 else None}
+        asked |= {"micro_batches": _step_micro_batches(plan) if _step_micro_batches(plan) > 1 else None}
         asked |= {"optimizer": plan.optimizer if plan.optimizer != "adamw" else None, **changed}
         words = ["autoshard plan MODEL", f"--mesh {','.join(f'{axis}={n}' for axis, n in sizes.items())}"]
-        words += [f"--{name} {value}" for name, value in asked.items() if value is not None]
+        words += [f"--{name.replace('_', '-')} {value}" for name, value in asked.items() if value is not None]
         return " ".join([*words, *(() if plan.training else ("--inference",))])
 
     if rows:
         yield "twice the batch", command(batch=2 * rows)
     if hardware.memory_bytes < UNLIMITED_BYTES:
-        yield "half the memory", command(**{"memory-budget": f"{budget / 2e9:.3g}e9"})
+        yield "half the memory", command(memory_budget=f"{budget / 2e9:.3g}e9")
     yield "other hardware", command(hardware="a100" if hardware.name.startswith("h100") else "h100")
     yield "twice the devices", command({**mesh, plan.mesh.axes[0]: 2 * plan.mesh.shape[0]})
 
