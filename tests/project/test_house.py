@@ -55,13 +55,13 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 73011,
-    "tokens": 623412,
-    "lines over 100 columns": 4361,
-    "files": 335,
+    "lines": 73483,
+    "tokens": 626330,
+    "lines over 100 columns": 4396,
+    "files": 336,
     "files under 60 lines": 10,
     "names at module level in 3 or more files": 6,
-    "numeric constants at module level": 176,
+    "numeric constants at module level": 177,
     "private names of torch, however imported": 110,
     "private paths of torch": 41,
     "files that name a private path of torch": 9,
