@@ -34,6 +34,7 @@ def test_a_change_of_order_is_told_by_both_orders() -> None:
     reference = models.get("gpt")
     args, kwargs = reference.inputs(batch=8)
     like = {"dp": "fsdp", "tp": "megatron-sp"}
-    text = str(autoshard.plan(reference.model(), {"dp": 2, "tp": 2}, args, kwargs, like=like, training=True))
+    plan = autoshard.plan(reference.model(), {"dp": 2, "tp": 2}, args, kwargs, like=like, training=True)
+    text = plan.report("full")
     assert "bias S(0)@dp S(0)@tp → S(0)@tp" in text  # what does not fit on the line goes on below
     assert "bias  →" not in text

@@ -27,7 +27,7 @@ def test_plan_prints_the_table_and_writes_json(capsys: pytest.CaptureFixture[str
     path = tmp_path / "plan.json"
     assert main(["plan", *MLP, "--hardware", "ideal_network", "--json", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("Mlp on ideal_network, mesh tp=2: 2 ranks, training step")
+    assert printed.startswith("Mlp on ideal_network, mesh tp=2: 2 ranks, float32, training step")
     assert "blocks.0.up.weight" in printed or "blocks.*.up.weight" in printed
     assert autoshard.Plan.from_json(path.read_text(encoding="utf-8")).mesh.axes == ("tp",)
 

@@ -37,7 +37,7 @@ def test_what_is_held() -> None:
     model, x = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4))), torch.randn(16, 64)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     plans = [autoshard.plan(model, {"dp": 2}, (x,), like="fsdp", mixed_precision=p) for p in (None, policy)]
-    assert "training step, param_dtype=bfloat16, reduce_dtype=float32" in str(plans[1])
+    assert "bfloat16 (param_dtype=bfloat16, reduce_dtype=float32), training step" in str(plans[1])
     plain, mixed = (plan.memory for plan in plans)
     assert (plain.parameters, plain.gradients, plain.optimizer) == (mixed.parameters, mixed.gradients, mixed.optimizer)
     assert mixed.activations < 0.7 * plain.activations

@@ -13,6 +13,7 @@ from state_harness import close, full
 from torch import nn
 
 import autoshard
+from autoshard.check.reference import upcasts_in_float64
 
 VOCABULARY, LONGEST = 64, 256
 TOKENS = torch.randint(3, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(0))
@@ -151,8 +152,9 @@ def as_one_device(name: str, mesh: str, steps: int = 64) -> None:
     model = model.double()
     if name in ("mixtral", "deepseek_v3"):  # torch has no grouped products in float64
         model.config._experts_implementation = "eager"
-    sharded = autoshard.compile(copy.deepcopy(model), axes, **options)
-    (found, logits), (wanted, expected) = (generated(name, m, steps) for m in (sharded, model))
+    with upcasts_in_float64():
+        sharded = autoshard.compile(copy.deepcopy(model), axes, **options)
+        (found, logits), (wanted, expected) = (generated(name, m, steps) for m in (sharded, model))
     assert torch.equal(found, wanted)
     assert len(logits) == len(expected) == steps
     for step, (own, other) in enumerate(zip(logits, expected, strict=True)):
