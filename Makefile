@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | format | clean
+# make demo | test | lint | docs | bench | format | clean
 #
 # Every target sets itself up on a fresh machine: it installs into the active virtual environment, else into .venv.
 # torch is installed only where it is missing. On a generic Linux machine PyPI's torch brings CUDA along; for the
@@ -27,7 +27,7 @@ STAMP := $(ENV)/.installed-$(shell echo '$(CURDIR)' | cksum | cut -d' ' -f1)
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint bench format clean setup
+.PHONY: demo test lint docs bench format clean setup
 .NOTPARALLEL:
 
 demo: setup
@@ -54,6 +54,11 @@ lint: setup
 	@$(PY) -m ruff check --quiet .
 	@$(PY) .ci/check_types.py
 
+# Into site/. Broken links, anchors and API names are warnings, which --strict makes errors (but not beside --quiet).
+docs: setup
+	@$(PY) -c 'import material, mkdocstrings_handlers.python' 2>/dev/null || $(PY) -m pip install -qq -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 bench: setup
 	@for b in benchmarks/*.py; do echo "== $$b"; $(PY) $$b || exit 1; done
 
@@ -78,5 +83,5 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf .venv build dist out autoshard-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv build dist out site autoshard-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -94,7 +94,8 @@ def compile(  # noqa: A001  the public name
             dict and ``DeviceMesh`` have this machine's hardware. Ranks are simulated in this
             process, unless torch.distributed runs with that many ranks or the mesh is a
             ``DeviceMesh``.
-        example_args, example_kwargs: example inputs (global shapes); by default the first call's.
+        example_args: example inputs (global shapes); by default the first call's.
+        example_kwargs: example inputs that are passed by name.
         plan: a saved plan to follow instead of a search, from :func:`autoshard.plan` or
             ``Plan.from_json``. It must agree with ``like`` and ``hints``, which, like
             ``memory_budget`` and ``recompute``, are for programs of other shapes and modes.

@@ -1,4 +1,4 @@
-"""How attention is divided along the sequence, by length, heads, ranks and links: the table of docs/context.md.
+"""How attention is divided along the sequence, by length, heads, ranks and links: the table of docs/internals/context.md.
 
     python benchmarks/context.py [--quick]
     python benchmarks/context.py --million    # the table of Llama-3-8B with one sequence of 1,048,576 tokens

@@ -1,6 +1,6 @@
 """Where one strategy ends and the next begins: predicted steps of named strategies over that of the plan found, as a picture.
 
-    python benchmarks/crossovers.py          # writes docs/crossovers.svg
+    python benchmarks/crossovers.py          # writes docs/figures/crossovers.svg
 
 Left two blocks of a Llama by length of the sequence, right two of a mixture of experts by width of an expert. Nothing is run.
 """
@@ -132,7 +132,7 @@ def main() -> None:
     lines.append(f'<rect width="{WIDTH * len(panels)}" height="{HEIGHT}" fill="white"/>')
     for i, shown in enumerate(panels):
         lines += drawn(shown, WIDTH * i)
-    path = Path(__file__).parents[1] / "docs" / "crossovers.svg"
+    path = Path(__file__).parents[1] / "docs" / "figures" / "crossovers.svg"
     path.write_text("\n".join([*lines, "</svg>"]) + "\n", encoding="utf-8")
 
 

@@ -1,6 +1,6 @@
 """Gathers and reductions beside compute: a profile of a real FSDP step above, the predicted timeline of its plan below.
 
-    python benchmarks/overlap.py --model llama:small --svg docs/overlap.svg --trace overlap
+    python benchmarks/overlap.py --model llama:small --svg docs/figures/overlap.svg --trace overlap
 
 Two gloo processes run the step; rank 0's profile is drawn, and with ``--trace`` written for Perfetto beside the prediction
 (``run.json``, ``plan.trace.json``). Collectives of gloo run in threads of their own: a bar lasts from the call until all

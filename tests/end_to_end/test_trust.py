@@ -1,4 +1,4 @@
-"""Kinds of silently wrong gradients, each against one device in float64: ``docs/trust.md`` is the table of them."""
+"""Kinds of silently wrong gradients, each against one device in float64: ``docs/concepts/trust.md`` is the table of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoshard import runtime
 
 pytestmark = pytest.mark.usefixtures("captures")
 
-PAGE = Path(__file__).parents[2] / "docs/trust.md"
+PAGE = Path(__file__).parents[2] / "docs/concepts/trust.md"
 CASES = [(name, number) for name, kind in KINDS.items() for number in range(len(kind.settings))]
 
 

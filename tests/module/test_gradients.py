@@ -71,7 +71,7 @@ class SpelledOut(nn.Module):
 
 
 def test_second_derivatives_of_attention_in_the_plain_kernel() -> None:
-    """A spelled-out attention is one operation here, whose fused kernels have none: see docs/what_happens_if.md."""
+    """A spelled-out attention is one operation here, whose fused kernels have none: see docs/reference/what_happens_if.md."""
     torch.manual_seed(0)
     model, x = SpelledOut().double(), torch.randn(2, 4, 8).double()
     sharded = autoshard.compile(copy.deepcopy(model), ideal({"tp": 2}), (x,))

@@ -19,6 +19,6 @@ def test_as_the_unsharded_model(name: str, axes: dict[str, int]) -> None:
 
 
 def test_the_table_has_a_row_for_every_case() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "what_happens_if.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "what_happens_if.md").read_text(encoding="utf-8")
     named = {case for row in re.findall(r"\| (`[`\w, ]+`) \|\n", text) for case in re.findall(r"\w+", row)}
     assert named == set(CASES)

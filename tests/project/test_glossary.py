@@ -1,4 +1,4 @@
-"""docs/glossary.md: a word of this code base, the field's word, one sentence, and a file in which the former stands."""
+"""docs/reference/glossary.md: a word of this code base, the field's word, one sentence, a file in which the former stands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
 
 Row = tuple[str, ...]
 

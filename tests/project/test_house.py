@@ -1,4 +1,4 @@
-"""The structure of the library: rooms, floors, and arrows that run downwards. docs/design.md describes it."""
+"""The structure of the library: rooms, floors, and arrows that run downwards. docs/internals/design.md describes it."""
 
 from __future__ import annotations
 
@@ -296,9 +296,9 @@ def test_what_grows_is_counted(tmp_path: Path) -> None:
     assert list(table({"a": 7}, {"a": 5})) == [f"{'a':<45} {7:>7}  limit {5:>7}  2 over"]
 
 
-# --- docs/design.md ---
+# --- docs/internals/design.md ---
 
-PAGE = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "internals" / "design.md").read_text(encoding="utf-8")
 
 
 def _rows(heading: str) -> list[list[str]]:

@@ -1,6 +1,6 @@
 """Loss curves of a small GPT on a text, sharded and on one device; run as a script it draws them into docs/.
 
-``python tests/support/loss_curves.py`` writes docs/loss_curves.svg.
+``python tests/support/loss_curves.py`` writes docs/figures/loss_curves.svg.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def main(steps: int = 200) -> None:
         "{dp: 2, tp: 2}, 2 micro-batches, blocks run again": curve(ours, steps),
         "the same in bfloat16, kept in float32": curve(mixed, steps),
     }
-    draw(curves, Path(__file__).parents[2] / "docs" / "loss_curves.svg")
+    draw(curves, Path(__file__).parents[2] / "docs" / "figures" / "loss_curves.svg")
 
 
 if __name__ == "__main__":

@@ -204,7 +204,7 @@ def _expert_parallelism(context: StrategyContext, ranks: int) -> AxisRequest:
     """Experts' weights are sharded by expert; the search places other parameters."""
     asked, dims = expert_parallel_requests(context.families, context.batch)
     if not dims:
-        why = "no operation runs experts, so that it is planned as fsdp (docs/experts.md: how a routing is written)"
+        why = "no operation runs experts, so that it is planned as fsdp (docs/how-to/experts.md: how a routing is written)"
         return replace(_fsdp(context, ranks), note=why)
     types, few = context.graph.types, ""
     if (fewest := min(types[p].tables or int(types[p].shape[0]) for p in dims)) < ranks:

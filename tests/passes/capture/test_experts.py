@@ -194,7 +194,7 @@ def test_a_rank_without_rows_serves_its_expert() -> None:
 
 def test_without_experts_it_is_fsdp() -> None:
     plan = autoshard.plan(nn.Linear(8, 8), ideal({"ep": 2}), (torch.randn(4, 8),), like="expert")
-    assert any("no operation runs experts" in note and "docs/experts.md" in note for note in plan.notes)
+    assert any("no operation runs experts" in note and "docs/how-to/experts.md" in note for note in plan.notes)
 
 
 @pytest.mark.slow

@@ -107,5 +107,5 @@ def test_the_page_of_rules_is_that_of_the_rules(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(str(root / "benchmarks"))
     from op_coverage import rule_table
 
-    page = (root / "docs" / "coverage.md").read_text("utf-8")
+    page = (root / "docs" / "reference" / "coverage.md").read_text("utf-8")
     assert page[page.index("## Rules") :] == rule_table(_registry.__wrapped__().values())
