@@ -12,7 +12,7 @@ from pages import ROOT, commands, console_differences, files, markdown, same
 
 DOCS = ROOT / "docs"
 TUTORIAL = sorted((DOCS / "tutorial").glob("[0-9]*.md"))
-FAST = {"1-one-process.md", "2-torchrun.md"}
+FAST = {"README.md", "1-one-process.md"}
 PAGES = [
     pytest.param(page, id=str(page.relative_to(ROOT)), marks=() if page.name in FAST else pytest.mark.slow)
     for page in markdown()
