@@ -68,7 +68,7 @@ def measure(
     kind of module.
     """
     if not isinstance(sharded, ShardedModule):
-        raise AutoshardError(f"measure takes what autoshard.compile returned, got {type(sharded).__name__}")
+        raise AutoshardError(f"measure takes the result of autoshard.compile, got {type(sharded).__name__}")
     if steps < 1:
         raise AutoshardError(f"steps is {steps!r}: at least one step is needed to measure")
     given = dict(kwargs or {})

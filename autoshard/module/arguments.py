@@ -39,13 +39,15 @@ def check_arguments(model: Any, args: Any, kwargs: Any, **given: Any) -> None:
     for name, part in model.named_modules():
         if isinstance(part, ShardedModule):
             what = f"its module {name!r}" if name else "the model"
-            raise CaptureError(f"{what} is sharded already, by autoshard.compile: compile what that was made of")
+            raise CaptureError(
+                f"{what} is sharded already, by autoshard.compile. Compile the model from before that call"
+            )
     if _is_mesh(args):
         raise CaptureError(
             f"example_args is a mesh, {args!r:.60}: the model comes first, then the mesh, then the arguments"
         )
     if isinstance(args, torch.Tensor) or not isinstance(args, Sequence):
-        named = "; of arguments by name: example_kwargs={…}" if isinstance(args, Mapping) else ""
+        named = "; pass arguments by name in example_kwargs={…}" if isinstance(args, Mapping) else ""
         raise CaptureError(
             f"example_args is a tuple of the arguments, got one {type(args).__name__}: write (x,){named}"
         )

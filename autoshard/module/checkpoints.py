@@ -57,7 +57,7 @@ def local_optimizer_state(
     sizes = [len(group["params"]) for group in state["param_groups"]]
     if sizes != [len(names) for names in groups]:
         raise PlanError(
-            f"the optimizer state is of {sizes} parameters by group, the model's are {[len(g) for g in groups]}"
+            f"the optimizer state has {sizes} parameters per group, the model has {[len(g) for g in groups]}"
         )
     numbers = [n for group in state["param_groups"] for n in group["params"]]
     number = dict(zip((name for names in groups for name in names), numbers, strict=True))
@@ -116,11 +116,11 @@ def load_safetensors(sharded: ShardedModule, folder: str | os.PathLike[str]) -> 
             entry = file.get_slice(names[name])
             shape, kind = entry.get_shape(), entry.get_dtype()
         if shape != list(tensor.shape):
-            raise PlanError(f"entry {name!r} in {folder} has shape {shape}, the model {list(tensor.shape)}")
+            raise PlanError(f"entry {name!r} in {folder} has shape {shape}, but the model has {list(tensor.shape)}")
         if _is_float(kind) != tensor.is_floating_point() or kind.startswith("C") != tensor.is_complex():
             raise PlanError(
-                f"entry {name!r} in {folder} holds {kind}, the model {tensor.dtype}: no load makes one of the other. "
-                "Convert the entry before, for example by dequantising it."
+                f"entry {name!r} in {folder} has dtype {kind}, but the model has {tensor.dtype}, and loading "
+                "does not convert between them. Convert the entry first, for example by dequantising it."
             )
     seen = set()
     with torch.no_grad():
@@ -168,7 +168,7 @@ def load_full_optimizer_state_dict(
     held, groups = (state.get(k) if isinstance(state, Mapping) else None for k in ("state", "param_groups"))
     if not (_holds_mappings(held, Mapping) and _holds_mappings(groups, list)):
         raise PlanError(
-            "this is no state of an optimizer: it has no mappings in 'state' and a list of them in 'param_groups'"
+            "this is not the state of an optimizer: it has no mappings in 'state' and a list of them in 'param_groups'"
         )
     if isinstance(sharded, PipelinedModule):
         state = local_optimizer_state(sharded, optimizer, state)
@@ -176,7 +176,8 @@ def load_full_optimizer_state_dict(
     theirs, ours = ([len(g.get("params", ())) for g in gs] for gs in (state["param_groups"], optimizer.param_groups))
     if theirs != ours:
         raise PlanError(
-            f"the optimizer state is of {theirs} parameters by group, the optimizer of {ours}: make it of the same"
+            f"the optimizer state has {theirs} parameters per group, the optimizer has "
+            f"{ours}. Make the optimizer with the same groups"
         )
     for parameter, entry in ((p, state["state"].get(number, {})) for number, p in enumerate(parameters)):
         for key, value in entry.items():
@@ -184,8 +185,9 @@ def load_full_optimizer_state_dict(
                 continue
             if value.shape != parameter.shape and not all(p.is_replicate() for p in parameter.placements):
                 raise PlanError(
-                    f"optimizer state {key!r} has shape {list(value.shape)}, its parameter {list(parameter.shape)}: how the "
-                    "ranks share it is not known. Save and load it with torch.distributed.checkpoint."
+                    f"optimizer state {key!r} has shape {list(value.shape)}, but its parameter "
+                    f"has {list(parameter.shape)}, so its sharding is not known. Save and load "
+                    "it with torch.distributed.checkpoint."
                 )
     optimizer.load_state_dict(dict(state))
 
@@ -218,13 +220,14 @@ def _entry_files(folder: Path) -> dict[str, Path]:
     if (folder / SAFETENSORS_INDEX).is_file():
         with as_plan_error(
             folder / SAFETENSORS_INDEX,
-            f'it has to be JSON such as {{"weight_map": {{"weight": "{SAFETENSORS_INDEX[:17]}"}}}}',
+            f'it must be JSON such as {{"weight_map": {{"weight": "{SAFETENSORS_INDEX[:17]}"}}}}',
         ):
             weights = dict(json.loads((folder / SAFETENSORS_INDEX).read_text(encoding="utf-8"))["weight_map"])
             outside = [file for file in weights.values() if Path(file).name != file or "\\" in file]
         if outside:
             raise PlanError(
-                f"{folder / SAFETENSORS_INDEX} names {outside[0]!r}: a file of an index lies beside it, and has a name alone"
+                f"{folder / SAFETENSORS_INDEX} names {outside[0]!r}: an index may only name "
+                "files in its own folder, without a path"
             )
         return {name: folder / file for name, file in weights.items()}
     found: dict[str, Path] = {}
@@ -233,7 +236,7 @@ def _entry_files(folder: Path) -> dict[str, Path]:
             names = dict.fromkeys(file.keys(), path)
         if twice := names.keys() & found.keys():
             raise PlanError(
-                f"{path} and {found[name := min(twice)]} both have an entry {name!r}: name one of the files"
+                f"{path} and {found[name := min(twice)]} both have an entry {name!r}. Give one of the two files"
             )
         found.update(names)
     if not found:

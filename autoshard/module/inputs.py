@@ -126,8 +126,8 @@ def _batch_axes(name: str, mesh: Mesh) -> list[str]:
     found = axes if len(axes) < 2 else [a for a in axes if _BATCH_AXIS.match(a)]
     if not found and axes:
         raise HintError(
-            f"input {name!r} is local: which axes of the mesh ({mesh}) cut the batch? Say so in "
-            f"hints={{{name!r}: {{{axes[0]!r}: Shard(0)}}}}, or name them as is usual: dp, data, fsdp, replica, …"
+            f"input {name!r} is local, but the mesh axes ({mesh}) of its batch are not known. Name them in "
+            f"hints={{{name!r}: {{{axes[0]!r}: Shard(0)}}}}, or give them a usual name: dp, data, fsdp, replica, …"
         )
     return found
 
@@ -138,8 +138,9 @@ def _check_batch_dim(local: Sequence[tuple[str, torch.Tensor]], layouts: Sequenc
     rows = [(n, x.shape[0]) for (n, x), layout in zip(local, cuts, strict=True) if layout.axes_of(0)]
     if other := [(n, length) for n, length in rows if length != rows[0][1]]:
         raise HintError(
-            f'inputs="local" takes dim 0 of every input for the batch, but {rows[0][0]!r} has {rows[0][1]} rows and '
-            f'{other[0][0]!r} {other[0][1]}. Name those that come in parts: inputs={{{rows[0][0]!r}: "local"}}.'
+            f'inputs="local" takes dim 0 of every input for the batch, but {rows[0][0]!r} has '
+            f"{rows[0][1]} rows and {other[0][0]!r} {other[0][1]}. Name the inputs that each "
+            f'rank brings its own part of: inputs={{{rows[0][0]!r}: "local"}}.'
         )
 
 
@@ -177,7 +178,8 @@ def report_global_inputs(
         if not told or "could not be traced" not in str(error):
             raise
         text = (
-            f"{error} The wholes of inputs in parts were taken to be {', '.join(told)}; a hint says which dim is cut."
+            f"{error} The global shapes of local inputs were taken to be {', '.join(told)}; "
+            "a hint says which dim is sharded."
         )
         raise CaptureError(text) from error.__cause__
 

@@ -157,8 +157,8 @@ class _LossWithGradients(NoneGradFunction):
     def backward(ctx: Any, scale: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeMismatchError(
-                "create_graph=True: gradients of a step of micro-batches or stages have no derivative, since forward and "
-                "backward of each micro-batch have run already. Compile with micro_batches=1 and without stages for it."
+                "create_graph=True: with micro-batches or stages, gradients have no derivative, because each "
+                "micro-batch has already run its forward and backward. Compile with micro_batches=1 and without stages."
             )
         _, *gradients = ctx.saved_tensors
         scale = full_if_dtensor(scale)
@@ -176,9 +176,9 @@ class _ScalarWithoutGradient(NoneGradFunction):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         raise RuntimeMismatchError(
-            f"a gradient of {ctx.name} is asked for: forward and backward of each micro-batch run together, for one loss. That "
-            'is the output that is called "loss", else the first scalar. Let the forward return what is to be differentiated '
-            "there, such as a weighted sum, or compile with micro_batches=1 and without stages."
+            f"a gradient of {ctx.name} is asked for, but each micro-batch runs its forward and backward for "
+            'one loss. The loss is the output called "loss", else the first scalar. Return the value to '
+            "differentiate there, such as a weighted sum, or compile with micro_batches=1 and without stages."
         )
 
 

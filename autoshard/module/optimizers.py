@@ -33,14 +33,15 @@ def clip_grad_norm_(
     """
     if not isinstance(sharded, ShardedModule):
         raise AutoshardError(
-            f"autoshard.clip_grad_norm_ takes what autoshard.compile returned, got {type(sharded).__name__}; "
-            "for other parameters there is torch.nn.utils.clip_grad_norm_"
+            "autoshard.clip_grad_norm_ takes the result of autoshard.compile, got "
+            f"{type(sharded).__name__}. For other parameters use torch.nn.utils.clip_grad_norm_"
         )
     gradients: list[Any] = [p.grad for p in sharded.parameters() if p.grad is not None]
     partial = [g for g in gradients if isinstance(g, DTensor) and any(p.is_partial() for p in g.placements)]
     if partial:
         raise RuntimeMismatchError(
-            f"{len(partial)} gradients are not summed over the ranks yet: the last backward pass was inside no_sync()"
+            f"{len(partial)} gradients are not summed over the ranks yet, because the last "
+            "backward pass was inside no_sync()"
         )
     if not sharded.is_staged and (not gradients or not isinstance(gradients[0], DTensor)):
         norm, held = torch.nn.utils.get_total_norm([_gradient_values(g) for g in gradients], norm_type), gradients
@@ -48,7 +49,7 @@ def clip_grad_norm_(
         norm = _total_norm(sharded.unduplicated_gradients(), float(norm_type), next(sharded.all_stages_parameters()))
         held = [g.to_local() for g in gradients]
     if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"the norm of order {norm_type} of the gradients is {float(norm)}, and nothing was clipped")
+        raise RuntimeError(f"the gradient norm of order {norm_type} is {float(norm)}; no gradient was clipped")
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for g in held:
         g.mul_(scale)
@@ -148,13 +149,14 @@ class StageGradient(ModuleDTensor):
         ndim = max((x.ndim for x in tensors_of(args[:1], {})), default=0)
         if op is aten.stack.default and ndim == 0:
             raise RuntimeMismatchError(
-                "the norm of these gradients is that of this rank's pipeline stages, not of the model: use "
+                "the norm of these gradients covers this rank's pipeline stages only, not the model. Use "
                 "autoshard.clip_grad_norm_(sharded, max_norm) instead of torch.nn.utils.clip_grad_norm_"
             )
         if op is aten.cat.default and ndim == 1:
             raise RuntimeMismatchError(
-                "these gradients put together are those of this rank's pipeline stages, not of the model: optimizers that "
-                "take all parameters as one vector, such as LBFGS, do not train stages. sharded.full_gradients() has all"
+                "these gradients belong to this rank's pipeline stages only, not to the model. "
+                "Optimizers that take all parameters as one vector, such as LBFGS, cannot train "
+                "stages. sharded.full_gradients() has all gradients"
             )
         made = super().__torch_dispatch__(op, types, args, kwargs)
         if is_view_op(op) or "norm" in op._schema.name or op is aten._to_copy.default:

@@ -34,18 +34,19 @@ def save_rank_modules(executable: Executable, held: TensorsOfRank, directory: Pa
     if micro is not None and micro.before is not None:
         made = ", ".join(i.name for i in micro.before.inputs)
         raise PlanError(
-            f"this step cannot be saved: what depends on inputs alone ({made}) is made of the whole batch before the first "
-            "micro-batch. Compile with micro_batches=1 to save it, or save full_state_dict() and plan.to_json()."
+            f"this step cannot be saved: values that depend on inputs alone ({made}) are "
+            "computed from the full batch before the first micro-batch. Compile with "
+            "micro_batches=1 to save it, or save full_state_dict() and plan.to_json()."
         )
     if executable.graph.clamped:
         raise PlanError(
-            f"this step cannot be saved: the forward clamps parameters ({next(iter(executable.graph.clamped))}) in place, "
-            "which rank modules do not. Save full_state_dict() and plan.to_json(), or the module in eval()."
+            f"this step cannot be saved: the forward clamps parameters ({next(iter(executable.graph.clamped))}) in "
+            "place, and rank modules do not. Save full_state_dict() and plan.to_json(), or the module in eval()."
         )
     if executable.parts and executable.compiled.symbols.read:
         raise PlanError(
-            "stages with open lengths (dynamic) cannot be saved: messages between them have shapes. Compile without dynamic "
-            "to save it, or save full_state_dict() and plan.to_json()."
+            "stages with open lengths (dynamic) cannot be saved, because messages between stages have fixed "
+            "shapes. Compile without dynamic to save it, or save full_state_dict() and plan.to_json()."
         )
     directory.mkdir(parents=True, exist_ok=True)
     _write_shards(executable, held, directory, alone)

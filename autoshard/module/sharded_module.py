@@ -429,7 +429,8 @@ class ShardedModule(CompilingModule):
         for name, tensor in own.items():
             if tuple(state[name].shape) != tuple(tensor.shape):
                 raise PlanError(
-                    f"state dict entry {name!r} has shape {list(state[name].shape)}, the model {list(tensor.shape)}"
+                    f"state dict entry {name!r} has shape {list(state[name].shape)}, but the "
+                    f"model has {list(tensor.shape)}"
                 )
 
     @collective_method

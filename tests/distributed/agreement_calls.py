@@ -20,7 +20,9 @@ from autoshard.module.dtensors.module_dtensor import is_owned
 RANK = 0
 """see agreement_worker.py"""
 
-FAILED = "the ranks disagree on whether an earlier call failed (their collectives are out of step: start all processes again)"
+FAILED = (
+    "the ranks disagree on whether an earlier call failed (their collectives are out of step: restart all processes)"
+)
 
 
 def a_failure_of_one_after_its_last_collective() -> None:
@@ -75,7 +77,7 @@ def a_hook_of_one_rank() -> None:
 def other_meetings() -> None:
     """Between calls one rank does something else than the other; they can go on afterwards."""
     sharded = compiled(Net(), X)
-    text = "the ranks disagree on what they do: rank 1 differs from rank 0"
+    text = "the ranks disagree on the call they make: rank 1 differs from rank 0"
     assert_all_raise(RuntimeMismatchError, text, sharded.full_gradients if RANK else sharded.full_state_dict)
     assert_close(sharded.full_state_dict(), Net().state_dict(), "weight")
 

@@ -76,7 +76,7 @@ def one_other_number() -> None:
         sharded = compiled(model, X)
     if RANK == 0:
         assert said == [
-            "the ranks come with different values of 1 of 10 tensors of Net; rank 0's are taken: first.weight (rank 1 differs)"
+            "the ranks have different values of 1 of 10 tensors of Net. Those of rank 0 are used: first.weight (rank 1 differs)"
         ]
     assert_step_alike(sharded, Net())
 
@@ -90,7 +90,7 @@ def weights_on_rank_0_only() -> None:
 
 
 def weights_on_rank_1_only() -> None:
-    text = "rank 0 has Net on the meta device, and others have data for it (first.weight, first.bias"
+    text = "rank 0 has Net on the meta device, but other ranks have its data (first.weight, first.bias"
     assert_all_raise(RuntimeMismatchError, text, lambda: compiled(Net() if RANK else Net().to("meta"), X))
 
 
@@ -143,7 +143,7 @@ def drifted_replicas() -> None:
             module.tensor("scale")[2] -= RANK
     text = (
         "replicas have drifted apart: last.weight (rank 1 differs from rank 0), scale (rank 1 differs from rank 0). "
-        "Something changed them on some ranks only"
+        "Some ranks changed them and others did not"
     )
     assert_all_raise(RuntimeMismatchError, text, lambda: sharded(X))
     unchecked(X)
@@ -157,7 +157,7 @@ def unknown_check() -> None:
     with checks("weights"):
         assert_all_raise(
             PlanError,
-            "AUTOSHARD_CHECK=weights: known are inputs, replicas, and with a number, replicas=100",
+            "AUTOSHARD_CHECK=weights is not known. Known: inputs, replicas; an interval is set by a number, as in replicas=100",
             lambda: compiled(Net(), X),
         )
 
@@ -176,9 +176,9 @@ class Sum(nn.Module):
         return self.w * (x.abs() if x.is_complex() else x).float().sum()
 
 
-VALUES = "the ranks disagree on the values of the inputs (every rank takes the same global batch: "
+VALUES = "the ranks disagree on the values of the inputs (every rank needs the same global batch: "
 SHAPES = "the ranks disagree on the shapes and dtypes of the inputs: rank 1 differs from rank 0"
-STATE = "the ranks disagree on the state of the call: whether gradients are recorded, modules in train or eval mode"
+STATE = "the ranks disagree on the state of the call: recorded gradients, train or eval mode"
 
 
 def one_other_input() -> None:
@@ -206,8 +206,8 @@ def an_evaluation_with_other_batches() -> None:
         with torch.no_grad():
             return [sharded.eval()(x) for _ in range(times)][-1]
 
-    way_out = 'from a loader with one seed and without DistributedSampler, or compile with inputs="local"'
-    text = f"{VALUES}give all ranks the whole one, {way_out}, where each rank brings its own part): rank 1 differs"
+    way_out = 'seed the loader, use no DistributedSampler, or compile with inputs="local"'
+    text = f"{VALUES}{way_out}): rank 1 differs"
     assert_all_raise(RuntimeMismatchError, text, lambda: evaluated(own))
     evaluated(X[:4], 12)
     assert_all_raise(RuntimeMismatchError, text, lambda: evaluated(own))

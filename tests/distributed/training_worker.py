@@ -272,7 +272,7 @@ def different_inputs_are_refused() -> None:
     model, args, kwargs = case("mlp")
     sharded = autoshard.compile(model, mesh(), args, kwargs)
     shifted = tuple(x + dist.get_rank() if x.is_floating_point() else x for x in args)
-    values = "the ranks disagree on the values of the inputs (every rank takes the same global batch: "
+    values = "the ranks disagree on the values of the inputs (every rank needs the same global batch: "
     assert_all_raise(RuntimeMismatchError, values, lambda: sharded(*shifted, **kwargs))
     sharded(*args, **kwargs)
     assert_all_raise(RuntimeMismatchError, values, lambda: sharded(*shifted, **kwargs))
@@ -281,8 +281,8 @@ def different_inputs_are_refused() -> None:
     shapes = "the ranks disagree on the shapes and dtypes of the inputs"
     assert_all_raise(RuntimeMismatchError, shapes, lambda: sharded(*shorter, **labels))
     state = (
-        "the ranks disagree on the state of the call: whether gradients are recorded, modules in train or eval mode, "
-        "requires_grad and dtypes of parameters, forward hooks, autocast, or torch's defaults"
+        "the ranks disagree on the state of the call: recorded gradients, train or eval mode, "
+        "requires_grad and dtypes of parameters, forward hooks, autocast, torch's defaults"
     )
     if dist.get_rank() == 1:
         sharded.eval()

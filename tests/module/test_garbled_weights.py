@@ -70,10 +70,10 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "files of another kind": (naming(3), UNREADABLE),
     "a file elsewhere": (
         naming("../model.safetensors"),
-        "names '../model.safetensors': a file of an index lies beside it",
+        "names '../model.safetensors': an index may only name files in its own folder",
     ),
-    "an absolute file": (naming("/model.safetensors"), "a file of an index lies beside it"),
-    "the folder above": (naming(".."), r"cannot be read|lies beside it"),
+    "an absolute file": (naming("/model.safetensors"), "an index may only name files in its own folder"),
+    "the folder above": (naming(".."), r"cannot be read|in its own folder"),
     "a file that is missing": (naming("other.safetensors"), UNREADABLE),
     "an entry in two files": (
         lambda f: (f / "model.fp16.safetensors").write_bytes((f / NAME).read_bytes()) and None,
@@ -126,16 +126,16 @@ STATES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "half": (lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]), UNREADABLE),
     "garbled": (lambda path: path.write_bytes(b"\xff" * 300), UNREADABLE),
     "a class of a user's": (saved(lambda state: SimpleNamespace()), UNREADABLE),
-    "a list": (saved(lambda state: [state]), "cannot be read|no state of an optimizer"),
-    "empty mapping": (saved(lambda state: {}), "cannot be read|no state of an optimizer"),
+    "a list": (saved(lambda state: [state]), "cannot be read|not the state of an optimizer"),
+    "empty mapping": (saved(lambda state: {}), "cannot be read|not the state of an optimizer"),
 }
 OF_OPTIMIZERS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "states in a list": (saved(lambda state: {**state, "state": []}), "no state of an optimizer"),
-    "an entry": (saved(entry), "no state of an optimizer"),
-    "no groups": (saved(lambda state: {**state, "param_groups": 3}), "no state of an optimizer"),
+    "states in a list": (saved(lambda state: {**state, "state": []}), "not the state of an optimizer"),
+    "an entry": (saved(entry), "not the state of an optimizer"),
+    "no groups": (saved(lambda state: {**state, "param_groups": 3}), "not the state of an optimizer"),
     "another model": (
         lambda path: torch.save(torch.optim.Adam(nn.Linear(2, 2, bias=False).parameters()).state_dict(), path),
-        r"is of \[1\] parameters by group, the optimizer of \[2\]",
+        r"has \[1\] parameters per group, the optimizer has \[2\]",
     ),
 }
 

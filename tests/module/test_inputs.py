@@ -238,5 +238,5 @@ def test_an_input_without_data_is_refused_after_one_with_data() -> None:
     x = torch.randn(8, 4)
     sharded = autoshard.compile(nn.Linear(4, 4), ideal({"dp": 2}), (x,))
     sharded(x)
-    with pytest.raises(CaptureError, match="comes on device meta"):
+    with pytest.raises(CaptureError, match="is on device meta"):
         sharded(x.to("meta"))

@@ -89,7 +89,7 @@ def test_arguments_that_share_memory() -> None:
     result, expected = module(*mine.unbind(1)), Adds()(*other.unbind(1))  # interleaved, and apart
     assert torch.equal(result, expected)
     assert torch.equal(mine, other)
-    with pytest.raises(CaptureError, match="writes in place into its input 'x', which shares memory with input 'y'"):
+    with pytest.raises(CaptureError, match="writes in place to its input 'x', which shares memory with input 'y'"):
         module(both[:, 0], both[:, 0])
     assert torch.equal(both[:, 0], torch.arange(0.0, 8.0, 2, dtype=torch.float64))
 

@@ -245,8 +245,8 @@ NOT_TAKEN: dict[str, tuple[Callable[[], Any], str]] = {
     "batch": (lambda: autoshard.plan(Net(), {"tp": 2}, (X,), batch=0), "batch=0: a number of rows is an int"),
     "no rows": (lambda: autoshard.plan(Net(), {"tp": 2}, (3,), batch=2), "batch=2: no example input has rows"),
     "no steps": (lambda: autoshard.verify(Net(), {"tp": 2}, (X,), steps=0), "steps is 0: at least one step is needed"),
-    "measured": (lambda: autoshard.measure(Net(), (X,)), "measure takes what autoshard.compile returned, got Net"),  # type: ignore[arg-type]
-    "clipped": (lambda: autoshard.clip_grad_norm_(Net(), 1.0), "takes what autoshard.compile returned, got Net"),  # type: ignore[arg-type]
+    "measured": (lambda: autoshard.measure(Net(), (X,)), "measure takes the result of autoshard.compile, got Net"),  # type: ignore[arg-type]
+    "clipped": (lambda: autoshard.clip_grad_norm_(Net(), 1.0), "takes the result of autoshard.compile, got Net"),  # type: ignore[arg-type]
     "explained": (lambda: autoshard.plan(Net(), {"tp": 2}, (X,)).explain(3), "explain takes a name, .* got 3"),  # type: ignore[arg-type]
     "compared": (lambda: autoshard.plan(Net(), {"tp": 2}, (X,)).diff("x"), "diff takes another plan, got 'x'"),  # type: ignore[arg-type]
 }

@@ -235,7 +235,7 @@ def test_malformed_meshes() -> None:
         ({"example_args": X}, "example_args is a tuple of the arguments, got one Tensor: write (x,)"),
         (
             {"example_args": {"x": X}},
-            "example_args is a tuple of the arguments, got one dict: write (x,); of arguments by name: example_kwargs={…}",
+            "example_args is a tuple of the arguments, got one dict: write (x,); pass arguments by name in example_kwargs={…}",
         ),
         ({"example_args": (X,), "example_kwargs": [X]}, "example_kwargs is a dict of the arguments by name, got list"),
         ({"example_args": (X,), "memory_budget": "40GB"}, "memory_budget is bytes per rank, such as 40e9, got '40GB'"),

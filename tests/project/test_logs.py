@@ -62,8 +62,8 @@ def test_what_loggers_are_set_to_is_heard() -> None:
 def test_why_a_call_compiles_another_program(asked: str) -> None:
     """Lengths that an open program does not take, and another state; a call that a program serves compiles none."""
     said = re.findall(r"^\[autoshard.programs\] (.*)$", asked, re.MULTILINE)
-    assert "a program does not serve this call: batch >= 2 does not hold for batch = 1" in said
-    assert [line for line in said if line.startswith("another")] == [
-        "another is compiled, for other shapes, dtypes or constants of the arguments",
-        "another is compiled, for other recorded, grad",
+    assert "a program does not fit this call: batch >= 2 does not hold for batch = 1" in said
+    assert [line for line in said if line.startswith("another program")] == [
+        "another program is compiled, for other shapes, dtypes or constants of the arguments",
+        "another program is compiled, for other recorded, grad",
     ]

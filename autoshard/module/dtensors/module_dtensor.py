@@ -154,10 +154,10 @@ class ModuleDTensor(DTensor):
     def _plain(self, allowed: bool) -> torch.Tensor:
         if not allowed:
             raise LayoutError(
-                f"rank {dist.get_rank()} is about to save, or to hand to something other than torch, a tensor of shape "
-                f"{list(self.shape)} of which it holds {list(self._local_tensor.shape)} ({self.placements}). Save "
+                f"rank {dist.get_rank()} is about to save a tensor of shape {list(self.shape)}, or pass it to code "
+                f"outside torch, but holds only {list(self._local_tensor.shape)} of it ({self.placements}). Save "
                 "sharded.full_state_dict() and autoshard.full_optimizer_state_dict(sharded, optimizer) on one rank, or "
-                "state_dict() with torch.distributed.checkpoint; of single tensors take .full_tensor() on every rank."
+                "state_dict() with torch.distributed.checkpoint. For a single tensor call .full_tensor() on every rank."
             )
         return self._local_tensor.detach()
 
@@ -187,9 +187,9 @@ class ModuleDTensor(DTensor):
         if self.gathers:
             return super().share_memory_()  # type: ignore[no-untyped-call]
         raise LayoutError(
-            f"share_memory() of a tensor of shape {list(self.shape)} of a sharded module, of which rank {dist.get_rank()} "
-            f"holds {list(self._local_tensor.shape)} ({self.placements}): other processes could not use it. Share the "
-            "tensors of sharded.full_state_dict(); a module of its own in this process is copy.deepcopy(sharded)."
+            f"share_memory() of a sharded tensor of shape {list(self.shape)}: rank {dist.get_rank()} holds only "
+            f"{list(self._local_tensor.shape)} of it ({self.placements}), so other processes could not use it. Share "
+            "the tensors of sharded.full_state_dict(). For a second module in this process use copy.deepcopy(sharded)."
         )
 
     def __format__(self, spec: str) -> str:
@@ -198,8 +198,8 @@ class ModuleDTensor(DTensor):
             return object.__format__(self, spec)
         if any(p.is_partial() for p in self.placements):
             raise LayoutError(
-                f"a number whose summands lie on the ranks ({self.placements}) is formatted: take its .item() on every rank "
-                "before"
+                "a number is formatted whose partial sums are on several ranks "
+                f"({self.placements}): call its .item() on every rank first"
             )
         return format(self.detach().item(), spec)
 

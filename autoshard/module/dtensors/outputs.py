@@ -328,7 +328,7 @@ def _try_dtensor_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, NotImplementedError) as error:
-        log.info("%s of an output in its layout: %s. It is gathered", func, error)
+        log.info("%s of an output in its layout: %s. The output is gathered", func, error)
         return False, None
 
 

@@ -221,8 +221,8 @@ def write_full(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
         write(view, *own, **named)
     if view.shape != x.shape:
         raise LayoutError(
-            f"{write.__name__}() changes the shape of an output that lies in parts on the ranks ({list(x.shape)} to "
-            f"{list(view.shape)}): take the result of {write.__name__.rstrip('_')}() instead"
+            f"{write.__name__}() changes the shape of a sharded output ({list(x.shape)} to "
+            f"{list(view.shape)}): use the result of {write.__name__.rstrip('_')}() instead"
         )
     _assign_full(source, whole)
     if x is not source:

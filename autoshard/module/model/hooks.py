@@ -140,10 +140,10 @@ def _refuse_observer(path: str, hook: Callable[..., Any], sees_output: bool) -> 
         if uses.any or held != sum(map(sys.getrefcount, tensors)) or code is None or "training" not in code.co_names:
             at = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
             raise CaptureError(
-                f"hook {_hook_name(hook)}{at} of module {path!r} inside a sharded module changes nothing: it observes "
-                "values, which "
-                "programs of the whole model do not show it. Remove it, and have the forward return them, or put it on the "
-                "sharded module itself."
+                f"hook {_hook_name(hook)}{at} of module {path!r} inside a sharded module changes "
+                "nothing: it only observes values, and programs of the full model do not call "
+                "it. Remove it and return the values from the forward, or register it on the "
+                "sharded module."
             )
         return None
 
@@ -246,9 +246,9 @@ def _refusing_hook(number: int, sources: Mapping[int, _OutputHooks]) -> Any:
             found = next((i for i, hooks in sources.items() if hooks.there), None)
         if found is not None:
             raise RuntimeMismatchError(
-                f"output {found} of the module has a hook or retain_grad(), and output {number}, which the forward computes "
-                f"from it, has a gradient: what comes back through {number} would not reach the hook. Compute {number} from "
-                f"{found} outside of the module, or register no hook on {found}."
+                f"output {found} has a hook or retain_grad(), but the forward computes output "
+                f"{number} from it. The gradient through {number} would not reach the hook. "
+                f"Compute {number} from {found} outside the module, or register no hook on {found}."
             )
 
     return check

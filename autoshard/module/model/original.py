@@ -113,18 +113,19 @@ def check_call_context(leaves: Sequence[Any], held: Callable[[], Sequence[torch.
     """Refuse contexts that programs cannot follow. ``held()``: parameters and buffers."""
     if peek_interpreter_stack() is not None:
         raise CaptureError(
-            "a sharded module is called inside a torch.func transform (vmap, grad, jvp, functionalize), which its programs "
-            "cannot follow. Use torch.autograd outside of it, or transform the model before autoshard.compile."
+            "a sharded module is called inside a torch.func transform (vmap, grad, jvp, functionalize), which its "
+            "programs do not support. Use torch.autograd outside it, or transform the model before autoshard.compile."
         )
     if forward_level() >= 0 and any(map(_is_dual, (*leaves, *held()))):
         raise CaptureError(
-            "a sharded module is called with dual tensors: its programs have no forward-mode derivative. "
-            "Use backward(), or torch.autograd.grad."
+            "a sharded module is called with dual tensors, but its programs have no forward-mode "
+            "derivative. Use backward(), or torch.autograd.grad."
         )
     if torch.compiler.is_exporting():
         raise CaptureError(
-            "a sharded module cannot be exported by torch.export: it is a program of every rank already. Export the model "
-            "before autoshard.compile, with sharded.full_state_dict(); sharded.save(directory) writes the ranks' programs."
+            "a sharded module cannot be exported by torch.export: it already is a program for "
+            "each rank. Export the model before autoshard.compile, with "
+            "sharded.full_state_dict(). sharded.save(directory) writes the ranks' programs."
         )
     if jit_tracing_state() is not None:
         raise CaptureError(
@@ -134,8 +135,9 @@ def check_call_context(leaves: Sequence[Any], held: Callable[[], Sequence[torch.
         for hook in vars(torch_module)[name].values():
             if not getattr(hook, "__module__", "").startswith("torch."):
                 raise CaptureError(
-                    f"a global module hook is registered ({getattr(hook, '__qualname__', hook)}): a sharded module's programs "
-                    "do not call the model's modules. Remove it, or use hooks of the sharded module itself."
+                    f"a global module hook is registered ({getattr(hook, '__qualname__', hook)}), "
+                    "but programs of a sharded module do not call the model's modules. Remove it, "
+                    "or register hooks on the sharded module."
                 )
 
 
@@ -263,8 +265,8 @@ class OriginalModel:
         found = holder.get(leaf)
         if found is None:
             raise CaptureError(
-                f"{name!r} is no longer among the sharded module's tensors: it was removed, or renamed by a parametrization, "
-                "after it was compiled. Change the model, and compile it again."
+                f"{name!r} is missing from the sharded module: it was removed, or renamed by a "
+                "parametrization, after compilation. Change the model, and compile it again."
             )
         return found
 
@@ -298,8 +300,8 @@ class OriginalModel:
             for name, tied in self.ties.items():
                 if found[name] is not found[tied]:
                     raise CaptureError(
-                        f"{tied!r} and {name!r} were one tensor when the module was compiled, and are no longer. "
-                        "Untie them in the model, and compile it again."
+                        f"{tied!r} and {name!r} were one tensor when the module was compiled, "
+                        "and no longer are. Untie them in the model, and compile it again."
                     )
             return found
         model = self.model
@@ -384,8 +386,9 @@ class OriginalModel:
             self.tensor(name)
         ) != _storage_address(now):
             raise CaptureError(
-                f"{shown!r} was changed after a module with it was called and before the whole was: compile the model again, "
-                "or change it after the first call of the whole, in the sharded module."
+                f"{shown!r} was changed after the first call of a submodule and before the first "
+                "call of the full model. Compile the model again, or change it in the sharded "
+                "module after the first call of the full model."
             )
 
     def check_present(self, names: Iterable[str]) -> None:
@@ -396,9 +399,10 @@ class OriginalModel:
                 del self.absent[name]
         if missing := [name for name in names if name in self.absent]:
             raise CaptureError(
-                f"buffers {', '.join(map(repr, missing))} are computed where the model is made, and no checkpoint holds them "
-                "(persistent=False). The model was made on the meta device, so they have no values. Make it with "
-                "autoshard.deferred_init, give their module a method reset_buffers() that computes them, or assign them."
+                f"buffers {', '.join(map(repr, missing))} are computed in the model's constructor "
+                "and are not in checkpoints (persistent=False). They have no values, because the "
+                "model was made on the meta device. Make it with autoshard.deferred_init, give "
+                "their module a method reset_buffers() that computes them, or assign them."
             )
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
@@ -479,8 +483,8 @@ class OriginalModel:
             now = self.tensor(name)
             if name in parameters and now.shape != own.shape:
                 raise CaptureError(
-                    f"parameter {name!r} has shape {list(now.shape)}; the module was compiled with {list(own.shape)}. "
-                    "Change the model, and compile it again."
+                    f"parameter {name!r} has shape {list(now.shape)}, but the module was "
+                    f"compiled with {list(own.shape)}. Change the model, and compile it again."
                 )
             check(name, now)
         for name, own in named.items():
@@ -529,7 +533,8 @@ def meta_skeleton(model: nn.Module) -> nn.Module:
             made = copy.deepcopy(model, memo)
         except TypeError as error:  # Python's own: generators, locks, open files
             raise CaptureError(
-                f"the model cannot be copied: {error}. Keep what cannot out of it, or give its class a __deepcopy__."
+                f"the model cannot be copied: {error}. Remove the attribute that cannot be "
+                "copied, or give its class a __deepcopy__."
             ) from error
     replace_in_attributes(made, {i: memo[i] for i in ids_in_model(model)})
     return made

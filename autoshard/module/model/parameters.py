@@ -44,8 +44,8 @@ def carry_attributes(
         for attribute, value in user_attributes(old).items():
             if isinstance(value, torch.Tensor) and id(value) not in new and not memory.isdisjoint(storages_of([value])):
                 raise CaptureError(
-                    f"attribute {attribute!r} of {name!r} is a view of the model's tensors, which the sharded module does not "
-                    "keep in that memory. Delete it, and set it on the sharded module's parameter."
+                    f"attribute {attribute!r} of {name!r} is a view of the model's tensors, and the sharded "
+                    "module would not keep that memory. Delete it, and set it on the sharded module's parameter."
                 )
             made, target = copy_with_memo(value, {**memo, **new}), new[id(old)]
             if isinstance(target, DTensor) and type(made) in _PLAIN_CLASSES and made.shape == old.shape:
@@ -98,8 +98,8 @@ def mark_moved_from(model: nn.Module, inside: Collection[str], sharded: nn.Modul
     named = dict(model.named_parameters())
     if shared := [name for name, p in named.items() if name not in inside and getattr(p, MOVED_MARK, None) in others]:
         log.warning(
-            "%s shares %r (and %d more) with a model that is compiled, too: each sharded module has its own from now on. To "
-            "train them as one, assign it: second.x = first.x",
+            "%s shares %r (and %d more) with another compiled model. Each sharded module now has "
+            "its own copy. To train one tensor, assign it: second.x = first.x",
             type(model).__name__,
             shared[0],
             len(shared) - 1,
@@ -120,6 +120,6 @@ def _refuse_stale_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if all(p.grad is None for p in parameters) and any(hasattr(p, MOVED_MARK) for p in parameters):
         raise AutoshardError(
-            "this optimizer was made of the parameters of a model before autoshard.compile took them over, and none of them "
-            "has a gradient: its step would train nothing. Make it of the sharded module's: Optimizer(sharded.parameters())."
+            "this optimizer has the parameters of a model from before autoshard.compile. None of them has a gradient, "
+            "so its step would train nothing. Use the sharded module's parameters: Optimizer(sharded.parameters())."
         )

@@ -90,8 +90,8 @@ class FixedModule(nn.Module):
             if name not in self.__dict__.get("_known", ()):
                 raise
             raise AttributeError(
-                f"attribute {name!r} of a {self._original.__name__} is not kept in a sharded module: it holds modules, "
-                "tensors or functions, or what a forward puts there. Do what needs it with the model, and compile it again."
+                f"attribute {name!r} of a {self._original.__name__} is not kept in a sharded module, because it holds "
+                "modules, tensors or functions, or the forward sets it. Use it on the model, and compile it again."
             ) from error
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -108,8 +108,8 @@ class FixedModule(nn.Module):
 
     def __copy__(self) -> NoReturn:
         raise AutoshardError(
-            "copy.copy of a sharded module would write to the same tensors and programs as the module does. "
-            "Take copy.deepcopy(sharded), which has tensors of its own."
+            "copy.copy of a sharded module would share its tensors and programs. Use "
+            "copy.deepcopy(sharded), which has its own tensors."
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -122,9 +122,9 @@ class FixedModule(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
         """The first attribute that DistributedDataParallel reads."""
         raise AutoshardError(
-            "a sharded module must not be wrapped in DistributedDataParallel: it sums gradients over its mesh itself. "
-            "Use it as it is; with accelerate, prepare the optimizer alone, and save full_state_dict(): save_state saves no "
-            "model then."
+            "a sharded module must not be wrapped in DistributedDataParallel: it sums gradients "
+            "over its mesh itself. Use it directly. With accelerate, prepare the optimizer alone "
+            "and save full_state_dict(), because save_state then saves no model."
         )
 
     # Overrides in the user's classes are for modules that run.
@@ -171,8 +171,8 @@ def _refuse_backward_hook(register: Callable[..., Any]) -> Any:
     @functools.wraps(register)
     def registered(self: ShardedSubmodule, *args: Any, **kwargs: Any) -> NoReturn:
         raise CaptureError(
-            f"a backward hook is put on a {self._original.__name__} inside a sharded module: programs have the backward of the "
-            "whole model. Put it on the sharded module itself, on a parameter, or on an output."
+            f"a backward hook is put on a {self._original.__name__} inside a sharded module, but the backward is "
+            "one program for the full model. Register it on the sharded module, on a parameter, or on an output."
         )
 
     return registered
@@ -184,8 +184,8 @@ class ShardedSubmodule(FixedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: programs compute the full model."""
         raise CaptureError(
-            f"a {self._original.__name__} inside a sharded module cannot be called alone: programs are of the whole model. "
-            "Call the sharded module, or compile this module by itself."
+            f"a {self._original.__name__} inside a sharded module cannot be called alone: programs "
+            "run the full model. Call the sharded module, or compile this module by itself."
         )
 
     register_backward_hook = _refuse_backward_hook(nn.Module.register_backward_hook)
@@ -208,7 +208,8 @@ def is_unchanged_value(old: Any, new: Any) -> bool:
 
 def _refuse_change(what: str) -> NoReturn:
     raise CaptureError(
-        f"{what}, after it was compiled: its programs compute what the model did then. Change the model, and compile it again."
+        f"{what}, but its programs compute what the model did when it was compiled. Change "
+        "the model, and compile it again."
     )
 
 

@@ -66,8 +66,8 @@ class CallLock:
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=self.waits):
             raise RuntimeMismatchError(
-                "a sharded module is called by two threads at once, or two modules are: the ranks would not meet in the same "
-                "calls. Call them from one thread, or hold a lock that gives all ranks the same order."
+                "two threads call sharded modules at once, so ranks could make their calls in different "
+                "orders. Call them from one thread, or hold a lock that gives all ranks the same order."
             )
 
     def __exit__(
@@ -87,7 +87,7 @@ def check_call_leaves(model: nn.Module, leaves: Sequence[Any], spec: Any, device
     """
     if default_device().type == "meta":
         raise CaptureError(
-            "the default device is meta, which has no data: call the module outside of torch.device('meta')"
+            "the default device is meta, which has no data: call the module outside torch.device('meta')"
         )
 
     def name(i: int) -> str:
@@ -99,10 +99,10 @@ def check_call_leaves(model: nn.Module, leaves: Sequence[Any], spec: Any, device
         x = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
         kind = x.device.type
         if kind == "meta" or (device not in (None, kind) and (x.dim() or kind != "cpu")):
-            what = "it has no data" if kind == "meta" else f"the module's tensors lie on {device}"
+            what = "it has no data" if kind == "meta" else f"the module's tensors are on {device}"
             raise CaptureError(
-                f"input {name(i)!r} of {type(model).__name__} comes on device {kind}, and {what}. Move it to the device of "
-                "the module."
+                f"input {name(i)!r} of {type(model).__name__} is on device {kind}, and {what}. "
+                "Move it to the device of the module."
             )
         check_dense(x, partial(name, i))
 
@@ -115,8 +115,8 @@ def check_parametrizations(before: Any, executable: Executable, title: str) -> A
     cache = parametrization_cache()
     if cache is not None and cache is before and (written := executable.written_parametrizations):
         raise CaptureError(
-            f"{title} is called again in one torch.nn.utils.parametrize.cached(), and each call of its program updates "
-            f"{written[0]!r}, which eager updates once. Use a cached() for each call, or eval()."
+            f"{title} is called twice in one torch.nn.utils.parametrize.cached(). Each call of its program "
+            f"updates {written[0]!r}, which eager updates once. Use one cached() per call, or eval()."
         )
     return cache
 
@@ -129,9 +129,9 @@ def check_outside_tensors(outside: Iterable[torch.Tensor]) -> None:
     for x in outside:
         if x.requires_grad:
             raise CaptureError(
-                f"the forward reads a tensor of shape {list(x.shape)} that requires a gradient and is no parameter of the "
-                "model: its program would not give it one. Make it an nn.Parameter of the model, read its .detach(), or call "
-                "under torch.no_grad()."
+                f"the forward reads a tensor of shape {list(x.shape)} that requires a gradient "
+                "but is not a parameter of the model, so it would get no gradient. Make it an "
+                "nn.Parameter of the model, read its .detach(), or call under torch.no_grad()."
             )
 
 
@@ -146,7 +146,7 @@ def with_changed_dtypes(error: CaptureError, programs: Sequence[Executable], lea
         if name is not None and isinstance(leaf, torch.Tensor):
             dtype = str(leaf.dtype).removeprefix("torch.")
             if dtype != before[name]["dtype"]:
-                changed.append(f"{fqns[name]!r} with {before[name]['dtype']} and comes with {dtype}")
+                changed.append(f"{fqns[name]!r} with {before[name]['dtype']}, and got {dtype}")
     if not changed:
         return error
     return CaptureError(f"{str(error).rstrip('.')}. The module was compiled for input {', '.join(changed)}.")

@@ -231,7 +231,9 @@ class CompilingModule(FixedModule):
         found = self._program_for(call, number)
         if found is None:
             if known := [key for key in self._executables if isinstance(key[-2], CallState)]:
-                program_log.info("another is compiled, for other %s", key_difference(call.key(number), known[-1]))
+                program_log.info(
+                    "another program is compiled, for other %s", key_difference(call.key(number), known[-1])
+                )
             try:
                 # Tensors made here outlive the call.
                 with with_caller_modes(call.state.grad, call.state.inference):
@@ -266,7 +268,7 @@ class CompilingModule(FixedModule):
             why = program.refuses(call.key(exactly=False), call.leaves)
             if not why:
                 return program
-            program_log.info("a program does not serve this call: %s", why)
+            program_log.info("a program does not fit this call: %s", why)
         found = self._executables.get(call.key(number))
         return None if found is None or self._is_outdated(found) else found
 
@@ -322,7 +324,7 @@ class CompilingModule(FixedModule):
         executable = Executable.of(found, input_descriptions(found.graph, args, kwargs), outputs, structure)
         executable.attached = attribute_values(found.graph.attached, self.tensor)
         if structure is not None and (why := executable.refuses(structure, call.leaves)):
-            raise PlanError(f"the program does not serve the call it was made for: {why}")
+            raise PlanError(f"the program does not fit the call that it was compiled for: {why}")
         return executable
 
     def _stays_sharded(self, executable: Executable, number: int) -> bool:

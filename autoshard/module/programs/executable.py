@@ -50,8 +50,8 @@ from autoshard.runtime.transport.profiling import name_lines
 log = logging.getLogger("autoshard")
 
 _INFERENCE_LAYOUTS_NOTE = (
-    "the layouts are those of an earlier program, which was for inference; to have them chosen for training call model.train() "
-    "before compile(), or give training=True"
+    "the layouts were chosen by an earlier program, for inference. To choose them for training, "
+    "call model.train() before compile(), or pass training=True"
 )
 
 
@@ -209,8 +209,8 @@ class Executable:
             for other, tensor in named.items():
                 if other not in (None, name) and overlap(named[name], tensor):
                     raise CaptureError(
-                        f"the forward writes in place into its input {fqn!r}, which shares memory with input {other!r}: "
-                        "the program would not see the write there. Pass a clone of one of them."
+                        f"the forward writes in place to its input {fqn!r}, which shares memory with input "
+                        f"{other!r}, and the program would miss the write there. Pass a clone of one of them."
                     )
         aside = {name for name, fqn in written.items() if fqn not in self.compiled.in_place}
         copies = [x.clone() if n in aside else x for n, x in zip(self.graph.flat_inputs, leaves, strict=True)]
@@ -476,8 +476,8 @@ Served = TypeVar("Served")
 
 _INPUT_ADVICE = "Pad to fixed lengths, or mask."
 _BUFFER_ADVICE = (
-    "Compare the buffer itself, as `if self.count < 10`: a number that is read of it, by item() or int(), makes a program of "
-    "its own."
+    "Compare the buffer itself, as in `if self.count < 10`. A number read from it by item() or "
+    "int() needs a program for each value."
 )
 
 
@@ -497,7 +497,8 @@ def run_first_match(serve: Callable[[int], Served], served: Iterable[int] = ()) 
             if number == numbers[-1]:
                 advice = _BUFFER_ADVICE if OTHER_BUFFERS in str(error) else _INPUT_ADVICE
                 raise RuntimeMismatchError(
-                    f"{error}. {_MAX_PROGRAMS} programs for inputs of these shapes serve others. {advice}"
+                    f"{error}. There are {_MAX_PROGRAMS} programs for inputs of these shapes "
+                    f"already, for other values. {advice}"
                 ) from error
-            log.info("a program does not serve this call: %s", error)
+            log.info("a program does not fit this call: %s", error)
     raise AssertionError

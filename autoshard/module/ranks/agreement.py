@@ -37,7 +37,7 @@ _AGREEMENT_WIDTH = 6
 
 _POSITIVE_MASK = (1 << 62) - 1
 
-RESTART_ADVICE = "an earlier call was left between its collectives: start all processes again"
+RESTART_ADVICE = "an earlier call stopped between its collectives: restart all processes"
 
 RANK_CHECKS = ("inputs", "replicas")
 """names for AUTOSHARD_CHECK"""
@@ -215,7 +215,8 @@ def asked_checks() -> dict[str, int]:
         name, _, every = part.partition("=")
         if name not in RANK_CHECKS or not (every or "1").isdigit() or every == "0":
             raise PlanError(
-                f"AUTOSHARD_CHECK={part}: known are {', '.join(RANK_CHECKS)}, and with a number, replicas=100"
+                f"AUTOSHARD_CHECK={part} is not known. Known: {', '.join(RANK_CHECKS)}; an "
+                "interval is set by a number, as in replicas=100"
             )
         found[name] = int(every or 1)
     return found
@@ -277,14 +278,14 @@ def rank0_values(
     lost = [n for n, i in found if rows[0][i] == _META_CHECKSUM]
     if lost:
         raise RuntimeMismatchError(
-            f"rank 0 has {title} on the meta device, and others have data for it ({', '.join(lost[:_MOST_SHOWN])}): "
-            "give rank 0 the data, or load them into the sharded module"
+            f"rank 0 has {title} on the meta device, but other ranks have its data "
+            f"({', '.join(lost[:_MOST_SHOWN])}). Give rank 0 the data, or load it into the sharded module"
         )
     other = [(n, i) for n, i in found if any(rows[r][i] != _META_CHECKSUM for r in differing_ranks(rows, i))]
     if other and agreement.rank == 0:
         names = ", ".join(f"{n} ({ranks_in_words(differing_ranks(rows, i))})" for n, i in other[:_MOST_SHOWN])
         log.warning(
-            "the ranks come with different values of %d of %d tensors of %s; rank 0's are taken: %s%s",
+            "the ranks have different values of %d of %d tensors of %s. Those of rank 0 are used: %s%s",
             len(other),
             len(tensors),
             title,
@@ -312,7 +313,8 @@ def check_replicas(
     if wrong:
         more = f" and {len(wrong) - _MOST_SHOWN} more" if len(wrong) > _MOST_SHOWN else ""
         raise RuntimeMismatchError(
-            f"replicas have drifted apart: {', '.join(wrong[:_MOST_SHOWN])}{more}. Something changed them on some ranks only"
+            f"replicas have drifted apart: {', '.join(wrong[:_MOST_SHOWN])}{more}. Some "
+            "ranks changed them and others did not"
         )
 
 

@@ -151,7 +151,7 @@ class RankLocalModule(ShardedModule):
             )
         if layout is None and isinstance(tensor, DTensor):
             raise CaptureError(
-                f"buffer {name!r} was replaced by a DTensor. Every rank holds it whole: use full_tensor()."
+                f"buffer {name!r} was replaced by a DTensor, but every rank holds the full buffer: use full_tensor()."
             )
         placements = tensor.placements if isinstance(tensor, DTensor) else None
         if layout is not None and not has_layout(layout, self.device_mesh, tensor):

@@ -304,8 +304,8 @@ def _refuse_unsummed_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             )
     if waiting:
         raise RuntimeMismatchError(
-            f"{waiting} gradients are not summed over the ranks yet: the last backward pass was inside no_sync(). Run "
-            "the last forward and backward before a step outside of it."
+            f"{waiting} gradients are not summed over the ranks yet, because the last backward pass "
+            "was inside no_sync(). Run the last forward and backward before a step outside no_sync()."
         )
 
 

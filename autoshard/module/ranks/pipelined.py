@@ -121,7 +121,7 @@ class StageOutputsModule(DistributedModule):
         program = pipeline.executable.parts[number].compiled.program
         type_, layout = program.types[name], program.layouts[name]
         if type_.unknown or type_.number is not None:
-            raise PlanError(f"stages: an output, {type_}, whose length depends on the data is not supported")
+            raise PlanError(f"stages: an output ({type_}) whose length depends on the data is not supported")
         shape = layout.local_shape(pipeline.lengths(type_.shape), self._comm.rank)
         if own is None:
             both = torch.empty((pipeline.count, *shape), dtype=type_.dtype, device=self._device)

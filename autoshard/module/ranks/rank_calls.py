@@ -95,8 +95,8 @@ def shard_or_full(x: DTensor, mesh: DeviceMesh) -> torch.Tensor:
     """
     if x.device_mesh is not mesh and x.device_mesh.mesh.tolist() != mesh.mesh.tolist():
         raise CaptureError(
-            f"an input of shape {list(x.shape)} is a DTensor on another mesh ({x.device_mesh}) than the module's "
-            f"({mesh}). Give one on sharded.device_mesh, or its full_tensor()."
+            f"an input of shape {list(x.shape)} is a DTensor on the mesh {x.device_mesh}, but "
+            f"the module's mesh is {mesh}. Pass one on sharded.device_mesh, or its full_tensor()."
         )
     own = isinstance(x, StageResidentOutput)  # no rank may have all of it
     if (own or any(type(p) is Shard for p in x.placements)) and all(
@@ -136,7 +136,7 @@ def input_shard(x: torch.Tensor, layout: Layout, mesh: DeviceMesh, device: torch
     try:
         placements = layout.to_torch()
     except LayoutError:
-        raise AssertionError(f"inputs come in mesh order, not in {layout}") from None
+        raise AssertionError(f"inputs must be in mesh order, not in {layout}") from None
     if list(x.placements) != placements:
         x = x.redistribute(mesh, placements)
     if not (x._local_tensor.requires_grad or (x.requires_grad and torch.is_grad_enabled())):
@@ -178,18 +178,18 @@ def first_peers(leaves: Sequence[Any], mesh: Mesh) -> tuple[int, ...]:
 
 _SHAPES_CLAIM = "the shapes and dtypes of the inputs"
 _STATE_CLAIM = (
-    "the state of the call: whether gradients are recorded, modules in train or eval mode, requires_grad and dtypes of "
-    "parameters, forward hooks, autocast, or torch's defaults; or no_sync()"
+    "the state of the call: recorded gradients, train or eval mode, requires_grad and dtypes of "
+    "parameters, forward hooks, autocast, torch's defaults, or no_sync()"
 )
 _LOCAL_SHAPES_CLAIM = (
-    f"{_SHAPES_CLAIM} (local inputs have one size on all ranks: pad them, or give the loader drop_last=True)"
+    f"{_SHAPES_CLAIM} (local inputs need the same size on all ranks: pad them, or give the loader drop_last=True)"
 )
-_LOCAL_VALUES_CLAIM = "the parts of the inputs (ranks along a mesh axis that does not cut them bring the same)"
+_LOCAL_VALUES_CLAIM = "the local inputs (ranks along a mesh axis that does not shard them need the same)"
 _VALUES_CLAIM = (
-    "the values of the inputs (every rank takes the same global batch: give all ranks the whole one, from a loader with one "
-    'seed and without DistributedSampler, or compile with inputs="local", where each rank brings its own part)'
+    "the values of the inputs (every rank needs the same global batch: seed the loader, use no "
+    'DistributedSampler, or compile with inputs="local")'
 )
-_FAILED_CLAIM = "whether an earlier call failed (their collectives are out of step: start all processes again)"
+_FAILED_CLAIM = "whether an earlier call failed (their collectives are out of step: restart all processes)"
 
 FIRST_CALLS = 8
 """calls of a program that compare all elements of inputs; AUTOSHARD_CHECK=inputs: all calls"""
@@ -242,7 +242,7 @@ def call_claims(
 
 def meeting_claims(notes: FailureNotes, what: str) -> tuple[Claim, ...]:
     """Claims before the ranks do ``what`` outside of calls."""
-    return (("what they do", zlib.crc32(what.encode())), (_FAILED_CLAIM, 2 * notes.failed + notes.broken))
+    return (("the call they make", zlib.crc32(what.encode())), (_FAILED_CLAIM, 2 * notes.failed + notes.broken))
 
 
 def value_claims(

@@ -231,8 +231,8 @@ def test_a_log_says_why_another_program_is_compiled_and_for_what(caplog: pytest.
     assert [r for r in caplog.records if r.name == "autoshard.programs"] == []
     sharded(torch.randn(1, 8))
     why, another = [r.getMessage() for r in caplog.records if r.name == "autoshard.programs"]
-    assert why == "a program does not serve this call: batch >= 2 does not hold for batch = 1"
-    assert another == "another is compiled, for other shapes, dtypes or constants of the arguments"
+    assert why == "a program does not fit this call: batch >= 2 does not hold for batch = 1"
+    assert another == "another program is compiled, for other shapes, dtypes or constants of the arguments"
 
 
 def test_text_of_a_length_that_the_example_fixes() -> None:

@@ -252,6 +252,6 @@ class Counted(nn.Module):
 
 def test_what_is_made_beforehand_cannot_be_saved(tmp_path: Path) -> None:
     sharded = autoshard.compile(Counted(), ideal({"dp": 2}), (torch.randn(8, 12), torch.randn(8, 12)), micro_batches=2)
-    with pytest.raises(PlanError, match=r"what depends on inputs alone \(y\) is made of the whole batch"):
+    with pytest.raises(PlanError, match=r"values that depend on inputs alone \(y\) are computed from the full batch"):
         sharded.save(tmp_path / "folder")
     assert not (tmp_path / "folder").exists()

@@ -289,9 +289,9 @@ def a_step_after_no_sync(mesh: autoshard.Mesh) -> None:
     same_gradients(sharded, model)
     if is_distributed(sharded):
         before = sharded.full_state_dict()
-        with refused("gradients are not summed over the ranks yet: the last backward", RuntimeMismatchError):
+        with refused("gradients are not summed over the ranks yet, because the last backward", RuntimeMismatchError):
             optimizer.step()
-        with refused("gradients are not summed over the ranks yet: the last backward", RuntimeMismatchError):
+        with refused("gradients are not summed over the ranks yet, because the last backward", RuntimeMismatchError):
             autoshard.clip_grad_norm_(sharded, 1.0)
         for name, x in sharded.full_state_dict().items():
             assert torch.equal(x, before[name])

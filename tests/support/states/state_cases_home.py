@@ -156,7 +156,7 @@ def pickled(mesh: autoshard.Mesh) -> None:
         with pytest.raises(AutoshardError, match=r"copy.copy of a sharded module .*copy.deepcopy\(sharded\)"):
             copy.copy(what)
     if torch.distributed.is_initialized():
-        with pytest.raises(AutoshardError, match=r"share_memory\(\) of a tensor of shape .*full_state_dict"):
+        with pytest.raises(AutoshardError, match=r"share_memory\(\) of a sharded tensor of shape .*full_state_dict"):
             sharded.share_memory()
     else:
         assert all(p.is_shared() for p in sharded.share_memory().parameters())

@@ -170,10 +170,10 @@ def local_inputs_that_do_not_fit(mesh: autoshard.Mesh) -> None:
         autoshard.compile(model, mesh, inputs="remote")
     with refused("'labls' matches no input. Nearest: labels", HintError):
         autoshard.compile(model, mesh, inputs={"labls": "local"})(x, scale, labels)
-    with refused("'x' has 4 rows and 'scale' 1. Name those that come in parts", HintError):
+    with refused("'x' has 4 rows and 'scale' 1. Name the inputs that each rank brings", HintError):
         autoshard.compile(model, mesh, inputs="local")(x, scale, labels)
     if not dist.is_initialized():
-        with refused(r"which axes of the mesh \(a=2, b=2\) cut the batch\? Say so in hints", HintError):
+        with refused(r"the mesh axes \(a=2, b=2\) of its batch are not known. Name them in hints", HintError):
             autoshard.compile(model, {"a": 2, "b": 2}, inputs={"x": "local"})(x, scale, labels)
         return
     cut = {"x": {mesh.axes[0]: autoshard.Shard(1)}}
@@ -184,7 +184,7 @@ def local_inputs_that_do_not_fit(mesh: autoshard.Mesh) -> None:
     sharded = autoshard.compile(model, mesh, inputs={"x": "local", "labels": "local"})
     rows = 4 - dist.get_rank()
     with refused(
-        "local inputs have one size on all ranks: pad them, or give the loader drop_last=True.*rank 1",
+        "local inputs need the same size on all ranks: pad them, or give the loader drop_last=True.*rank 1",
         RuntimeMismatchError,
     ):
         sharded(x[:rows], scale, labels[:rows])
@@ -199,7 +199,7 @@ def parts_differ_along_an_axis_that_does_not_cut(mesh: autoshard.Mesh) -> None:
     sharded = autoshard.compile(model, mesh, (x,), hints={"x": {mesh.axes[0]: autoshard.Shard(0)}}, inputs="local")
     sharded(x + mesh.index_along(dist.get_rank(), mesh.axes[0]))
     if mesh.ndim > 1:
-        with refused(r"disagree on the parts of the inputs .*: rank 3 differs from rank 2", RuntimeMismatchError):
+        with refused(r"disagree on the local inputs .*: rank 3 differs from rank 2", RuntimeMismatchError):
             sharded(x + (dist.get_rank() == 3))
 
 
@@ -243,7 +243,7 @@ def dtensor_inputs(mesh: autoshard.Mesh) -> None:
     given = DTensor.from_local(summand, in_both.device_mesh, [Shard(0), Partial()], run_check=False)
     close(full(in_both(given)), model(x.detach()))
     other = init_device_mesh("cpu", (1, mesh.size), mesh_dim_names=("a", "b"))
-    with refused("is a DTensor on another mesh"):
+    with refused("is a DTensor on the mesh .*, but the module's mesh is"):
         sharded(distribute_tensor(x.detach(), other, [Replicate(), Shard(0)], src_data_rank=None))
 
 

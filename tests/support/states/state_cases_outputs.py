@@ -104,7 +104,7 @@ def outputs_read(mesh: autoshard.Mesh) -> None:
     close(torch.cat([logits, TEACHER]), torch.cat([expected, TEACHER]))
     norm = logits.detach().norm()
     if isinstance(norm, DTensor) and not norm.placements[0].is_replicate():
-        with refused(r"take its \.item\(\) on every rank", LayoutError):
+        with refused(r"call its \.item\(\) on every rank", LayoutError):
             f"{norm:.6f}"  # one rank may do so alone
         norm = norm.redistribute(placements=[Replicate()])
     assert f"{norm:.6f}" == f"{expected.norm().item():.6f}"
@@ -204,7 +204,7 @@ def hooks_on_outputs_that_others_are_computed_from(mesh: autoshard.Mesh) -> None
     for hook in hooks:
         logits, hidden = sharded(torch.arange(4))
         hook(hidden)
-        with refused("output 1 of the module has a hook or retain_grad", autoshard.RuntimeMismatchError):
+        with refused("output 1 has a hook or retain_grad", autoshard.RuntimeMismatchError):
             full(logits.sum()).backward()
 
     def taken_away(module: Any) -> None:

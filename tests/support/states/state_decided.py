@@ -107,7 +107,7 @@ def a_number_read_from_a_buffer_that_counts(mesh: autoshard.Mesh) -> None:
     model, sharded = pair(mesh, Read, rows(4))
     with (
         patched([(executable, "_MAX_PROGRAMS", 3)]),
-        refused("Compare the buffer itself, as `if self.count < 10`", RuntimeMismatchError),
+        refused("Compare the buffer itself, as in `if self.count < 10`", RuntimeMismatchError),
     ):
         for _ in range(4):
             _step(model, sharded, rows(4))

@@ -65,7 +65,7 @@ def shards_are_written_to_no_file(mesh: autoshard.Mesh) -> None:
         if not dist.is_initialized():  # parameters are plain, and whole
             write()
             continue
-        said = r"of shape \[12\] of (which it|a sharded module, of which rank \d) holds"
+        said = r"of shape \[12\](, or pass it to code outside torch, but|: rank \d) holds only"
         with refused(said + r"|full_state_dict\(\) and autoshard.full_opt", LayoutError):
             write()
     if dist.is_initialized():

@@ -201,7 +201,7 @@ def an_encoder_called_before_the_whole(mesh: autoshard.Mesh) -> None:
     with torch.no_grad():
         sharded.get_encoder()(tokens)
         own.encoder.up.weight.mul_(2.0)  # which the encoder's program would not see, but the whole's
-        with refused("'encoder.up.weight' was changed after a module with it was called and before the whole was"):
+        with refused("'encoder.up.weight' was changed after the first call of a submodule and before the first"):
             sharded.generate(tokens)
 
 

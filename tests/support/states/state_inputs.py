@@ -60,10 +60,10 @@ def inputs_of_another_dtype_or_device(mesh: autoshard.Mesh) -> None:
     model, sharded = pair(mesh, lambda: Of(lambda lin, x: lin(x)), rows())
     with refused(
         r"lin \(\S+:\d+\): aten.linear.default takes operands of one dtype and gets torch.float16 and torch.float64; .* "
-        r"The module was compiled for input 'inputs\[0\]' with float64 and comes with float16"
+        r"The module was compiled for input 'inputs\[0\]' with float64, and got float16"
     ):
         sharded(rows().half())
-    with refused(r"input 'inputs\[0\]' of Of comes on device meta, and it has no data"):
+    with refused(r"input 'inputs\[0\]' of Of is on device meta, and it has no data"):
         sharded(rows().to("meta"))
     once(model, sharded, rows())
 
@@ -146,7 +146,7 @@ def two_threads_at_once(mesh: autoshard.Mesh) -> None:
     assert inside.wait(60)  # it compiles, and is in the forward
     if torch.distributed.is_initialized():
         for module in (sharded, autoshard.compile(Of(lambda lin, x: lin(x)), mesh)):  # they share process groups
-            with refused("is called by two threads at once", RuntimeMismatchError):
+            with refused("two threads call sharded modules at once", RuntimeMismatchError):
                 module(rows())
         go_on.set()
         threads[0].join()

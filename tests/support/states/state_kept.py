@@ -172,9 +172,9 @@ def a_meta_model_with_computed_buffers(mesh: autoshard.Mesh) -> None:
         sharded = autoshard.compile(empty, mesh, (rows(),))
         sharded.load_full_state_dict(model.state_dict())
         if kind is not Recomputes:
-            with refused("buffers 'table' are computed where the model is made, and no checkpoint holds them"):
+            with refused("buffers 'table' are computed in the model's constructor and are not in checkpoints"):
                 sharded(rows())
-            with refused("buffers 'table' are computed where the model is made"):
+            with refused("buffers 'table' are computed in the model's constructor"):
                 copy.deepcopy(sharded)(rows())
             sharded.table = model.table.clone()
             once(model, copy.deepcopy(sharded), rows())

@@ -43,12 +43,12 @@ def parameters_of_others_are_trained(mesh: autoshard.Mesh) -> None:
     ):
         model.double()
         sharded = autoshard.compile(model, mesh)
-        with refused(f"the forward reads {named} .* requires a gradient and is no parameter of the model"):
+        with refused(f"the forward reads {named} .* requires a gradient but is not a parameter of the model"):
             sharded(rows())
         with torch.no_grad():
             close(sharded(rows()), model(rows()))
         sharded.requires_grad_(False)
-        with refused("requires a gradient and is no parameter of the model"):  # eager records it
+        with refused("requires a gradient but is not a parameter of the model"):  # eager records it
             sharded(rows())
     model, sharded = pair(
         mesh, lambda: Of(lambda lin, x: (lin(x) * scale.detach()).to(scale.dtype).square().mean()), rows()

@@ -66,7 +66,7 @@ def fails(line: str, text: str = "") -> str:
 
 
 NO_LOSS = says("no output of the model is a scalar that carries a gradient")
-LATER = says("create_graph=True: gradients of a step of micro-batches or stages have no", "RuntimeMismatchError")
+LATER = says("create_graph=True: with micro-batches or stages, gradients have no", "RuntimeMismatchError")
 DETACHED = fails("assert ours.requires_grad == theirs.requires_grad")
 WRITTEN = says("the forward writes into its input 'x' in place; return the new value")
 _SUMMED = 'assert counted["all_reduce", "backward"] == once["all_reduce", "backward"] > 0'

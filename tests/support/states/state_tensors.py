@@ -54,7 +54,7 @@ def an_optimizer_made_before(mesh: autoshard.Mesh) -> None:
     optimizer = torch.optim.SGD(given.parameters(), 0.1)
     sharded = autoshard.compile(given, mesh)
     full(sharded(ids())[0]).backward()
-    with refused("this optimizer was made of the parameters of a model before", autoshard.AutoshardError):
+    with refused("this optimizer has the parameters of a model from before", autoshard.AutoshardError):
         optimizer.step()
     optimizer.step(lambda: 1.0)
     for m, own in ((model, torch.optim.SGD(model.parameters(), 0.1)), (given, optimizer)):
@@ -76,7 +76,7 @@ def models_that_share_parameters(mesh: autoshard.Mesh) -> None:
     with unittest.TestCase().assertLogs("autoshard", "WARNING") as told:
         second = autoshard.compile(shared, mesh, (ids(),))
     assert other.emb.weight is not first.emb.weight
-    assert "Net shares 'emb.weight' (and 0 more) with a model that is compiled, too" in told.output[0]
+    assert "Net shares 'emb.weight' (and 0 more) with another compiled model" in told.output[0]
     second.emb.weight = second.head.weight = first.emb.weight
     for module in (first, second):
         full(module(ids())[0]).backward()
@@ -109,7 +109,7 @@ def parameters_replaced_by_assignment(mesh: autoshard.Mesh) -> None:
         return
     steps(model, sharded, ids())
     sharded.head.weight = nn.Parameter(torch.zeros(13, 8, dtype=torch.float64))
-    with refused(r"parameter 'head.weight' has shape \[13, 8\]; the module was compiled with \[12, 8\]"):
+    with refused(r"parameter 'head.weight' has shape \[13, 8\], but the module was compiled with \[12, 8\]"):
         sharded(ids())
 
 
@@ -124,7 +124,7 @@ def tied_and_untied_after_compile(mesh: autoshard.Mesh) -> None:
     close(full(sharded.emb.weight.grad), model.emb.weight.grad)  # type: ignore[union-attr]
     model, sharded = pair(mesh, Net, ids())
     sharded.head.weight = nn.Parameter(sharded.head.weight.detach().clone())
-    with refused("'emb.weight' and 'head.weight' were one tensor when the module was compiled, and are no longer"):
+    with refused("'emb.weight' and 'head.weight' were one tensor when the module was compiled, and no longer are"):
         sharded(ids())
 
 
@@ -167,14 +167,14 @@ def what_is_built_otherwise_is_refused(mesh: autoshard.Mesh) -> None:
     torch.manual_seed(0)
     assert sharded(ids())[0].dtype == before.dtype
     del sharded.layers[0].down._parameters["bias"]  # behind its back
-    with refused("'layers.0.down.bias' is no longer among the sharded module's tensors"):
+    with refused("'layers.0.down.bias' is missing from the sharded module"):
         sharded(ids())
     for put, remove in REPARAMETRIZED:
         sharded: Any = autoshard.compile(
             nn.Sequential(put(nn.Linear(6, 12).double())), mesh, (rows(width=6),), micro_batches=1, stages=None
         )
         before = {n: full(p).clone() for n, p in sharded.named_parameters()}
-        with refused("is removed from a Linear, after it was compiled"):
+        with refused("is removed from a Linear, but its programs compute what"):
             remove(sharded[0])
         assert all(torch.equal(full(p), before[n]) for n, p in sharded.named_parameters())
 
@@ -273,7 +273,7 @@ def hooks_that_observe_are_refused(mesh: autoshard.Mesh) -> None:
     )
     for observer in observers:
         handle = sharded.head.register_forward_hook(observer)
-        with refused("of module 'head' inside a sharded module changes nothing: it observes values"):
+        with refused("of module 'head' inside a sharded module changes nothing: it only observes values"):
             sharded(ids())
         handle.remove()
     steps(model, sharded, ids())

@@ -311,7 +311,5 @@ def cached_parametrizations(mesh: autoshard.Mesh) -> None:
         with parametrize.cached():
             sharded(rows())
             if spectral:
-                with refused(
-                    r"called again in one torch.nn.utils.parametrize.cached\(\).*Use a cached\(\) for each call"
-                ):
+                with refused(r"called twice in one torch.nn.utils.parametrize.cached\(\).*Use one cached\(\) per call"):
                     sharded(rows())

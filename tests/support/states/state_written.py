@@ -185,7 +185,7 @@ def outputs_written_to(mesh: autoshard.Mesh) -> None:
                 y = sharded(rows())
                 assert y.mul_(T) is y
                 assert isinstance(y, DTensor)
-                with refused(r"t_\(\) changes the shape of an output .* take the result of t\(\)", LayoutError):
+                with refused(r"t_\(\) changes the shape of an output .* use the result of t\(\)", LayoutError):
                     y.t_()
 
 
