@@ -46,7 +46,7 @@ class HigherOrderBodies(Observer):
     """Makes calls in bodies of higher-order ops: dynamo traces those, not later observers."""
 
     def before(self, call: ObservedCall) -> ObserverAnswer | None:
-        return ObserverAnswer(call.make(), "it is in the body of a higher-order op") if call.frame is None else None
+        return ObserverAnswer(call.make(), "it is inside a higher-order op") if call.frame is None else None
 
 
 def trace_observers(

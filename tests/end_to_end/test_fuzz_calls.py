@@ -116,7 +116,7 @@ def compared(kind: type[nn.Module], axes: dict[str, int], seed: int) -> str | No
     try:
         sharded = autoshard.compile(copy.deepcopy(model), ideal(axes), *inputs(seed=seed))
     except CaptureError as error:
-        if "into an expanded tensor" in str(error):
+        if "to an expanded tensor" in str(error):
             return None
         raise
     for now in situations(seed):

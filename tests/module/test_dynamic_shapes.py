@@ -389,7 +389,7 @@ def test_only_the_named_dims_are_open() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "message"),
-    [({"y": {0: "batch"}}, "no tensor argument 'y'; there are x"), ({"x": {3: "t"}}, "has 3 dims, no dim 3"),
+    [({"y": {0: "batch"}}, "no tensor argument 'y'. Known: x"), ({"x": {3: "t"}}, "has 3 dims, so there is no dim 3"),
      ({"x": {0: "b+1"}}, "neither a name nor a multiple"), ({"x": {0: "torch"}}, "neither a name nor a multiple")],
 )  # fmt: skip
 def test_a_wrong_request_is_refused(asked: Any, message: str) -> None:

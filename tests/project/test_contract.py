@@ -194,10 +194,10 @@ class Quiet:
 
 
 MADE: dict[str, tuple[Callable[[], Any], str]] = {
-    "scripted": (lambda: torch.jit.script(nn.Linear(8, 8)), "the model: a ScriptModule cannot be traced; give"),
+    "scripted": (lambda: torch.jit.script(nn.Linear(8, 8)), "the model: a ScriptModule cannot be traced. Pass"),
     "traced": (
         lambda: torch.jit.trace(nn.Linear(16, 8), X.float()),
-        "the model: a ScriptModule cannot be traced; give",
+        "the model: a ScriptModule cannot be traced. Pass",
     ),
     "frozen": (lambda: torch.jit.freeze(torch.jit.script(nn.Linear(8, 8).eval())), "the model: a ScriptModule cannot"),
     "one inside": (lambda: inside(torch.jit.script(nn.Linear(8, 8))), "0: a ScriptModule cannot be traced"),
@@ -207,9 +207,12 @@ MADE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a class": (lambda: nn.Linear, r"got the class Linear: make one, Linear\("),
     "what has no repr": (Quiet, "the model is an nn.Module, got <.*Quiet object at"),
-    "a list": (lambda: nn.ModuleList([nn.Linear(8, 8)]), "the model: ModuleList has no forward; give the module"),
+    "a list": (lambda: nn.ModuleList([nn.Linear(8, 8)]), "the model: ModuleList has no forward. Pass the module"),
     "not initialised": (lambda: inside(nn.Linear.__new__(nn.Linear)), "0: Linear was not initialised"),
-    "in parallel": (lambda: inside(nn.DataParallel(nn.Linear(8, 8))), "0: DataParallel distributes already; give its"),
+    "in parallel": (
+        lambda: inside(nn.DataParallel(nn.Linear(8, 8))),
+        "0: DataParallel is distributed already. Pass its",
+    ),
 }
 """what is given as a model, and how it is refused"""
 

@@ -112,7 +112,7 @@ def test_custom_autograd_function() -> None:
 def test_tensor_hook_in_the_forward() -> None:
     assert message(WithHook(), compiled(), autoshard.CaptureError) == (
         f"the model ({line_of('y.register_hook(lambda g: 2 * g)')}): a tensor hook (register_hook) is called in the "
-        "forward; the compiled module would lose it. Do it on the compiled module's outputs or gradients, or remove it."
+        "forward, and the compiled module would lose it. Do it on the compiled module's outputs or gradients, or remove it."
     )
 
 
@@ -283,9 +283,9 @@ def test_all_ranks_in_each_of_several_processes(
 
 def test_a_look_up_that_scales_its_table() -> None:
     model, rows = nn.Sequential(nn.Embedding(8, 4, max_norm=1.0)), torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(autoshard.CaptureError, match=r"^0: an embedding with max_norm writes into its table"):
+    with pytest.raises(autoshard.CaptureError, match=r"^0: an embedding with max_norm writes to its table"):
         autoshard.plan(model, {"tp": 2}, (rows,))
-    with pytest.raises(autoshard.CaptureError, match=r"into parameter '0\.weight'.* max_norm"):
+    with pytest.raises(autoshard.CaptureError, match=r"to parameter '0\.weight'.* max_norm"):
         autoshard.plan(model, {"tp": 2}, (rows,), training=False)
 
 
@@ -347,7 +347,7 @@ OF_NO_KIND = [
     ({"strict": "no"}, "strict='no': give True or False"),
     ({"dynamic": "x"}, "dynamic='x': give True, False or {input: {dim: name}}, such as {'input_ids': {0: 'batch'}}"),
     ({"dynamic": {"x": 0}}, "dynamic: 'x' is 0: give {dim: name}, such as {0: 'batch'}"),
-    ({"dynamic": {"x": {"a": "b"}}}, "dynamic: 'x' has 2 dims, no dim 'a'"),
+    ({"dynamic": {"x": {"a": "b"}}}, "dynamic: 'x' has 2 dims, so there is no dim 'a'"),
     ({"dynamic": {"x": {0: 3}}}, "dynamic: 'x', dim 0: 3 is neither a name nor a multiple such as '4*batch'"),
     (
         {"hints": ["up"]},

@@ -127,8 +127,8 @@ def _check_passed_once(dicts: Sequence[Any], arguments: Any) -> None:
     places = Counter(id(x) for _, x in _containers_with_paths(arguments, ()))
     if twice := [x for x in dicts if places[id(x)] > 1]:
         raise RuntimeMismatchError(
-            f"the forward changes a {type(twice[0]).__name__} that is among its arguments twice: one place would not see what "
-            "is done to the other. Hand it in once, or a copy."
+            f"the forward changes a {type(twice[0]).__name__} that is passed twice, so the "
+            "second place would miss the change. Pass it once, or pass a copy."
         )
 
 
@@ -185,6 +185,6 @@ def _report_lost_change(value: Any, key: Any, path: ContainerPath, made: bool) -
     does = "puts a new tensor into" if made else "changes"
     said = f"the forward {does} {key!r} of its argument {name} (a {kind}), which it does not return"
     if not made:
-        log.warning("%s: the caller's stays as it was. Return it where it is read after the call.", said)
+        log.warning("%s: the caller's object stays unchanged. Return it if the caller reads it after the call.", said)
     else:
         raise CaptureError(f"{said}: the caller would not see it. Return the {kind}.")

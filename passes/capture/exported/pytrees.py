@@ -92,8 +92,8 @@ def _is_unregistered(leaf: Any) -> bool:
         return _is_kv_cache(type(leaf)) or _holds_tensor(leaf, set())
     except Exception as error:  # a user's class may raise anything, even for __class__
         raise CaptureError(
-            f"an object of class {type(leaf).__name__} among the arguments or outputs cannot be looked into: it raises "
-            f"{type(error).__name__} where it is asked what it is or holds. Pass tensors, or an object that answers."
+            f"an object of class {type(leaf).__name__} among the arguments or outputs cannot be inspected: reading "
+            f"its type or contents raises {type(error).__name__}. Pass tensors, or an object without that error."
         ) from error
 
 

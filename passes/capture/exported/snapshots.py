@@ -195,8 +195,8 @@ PlainTensors = dict[str, tuple[torch.Tensor, int]]
 """dotted name → (tensor in a plain attribute, its version counter)"""
 
 REMOVED_STATE_MESSAGE = (
-    "the forward takes {name} away (None, or del), which its next call would miss. Keep a flag beside it, or write into "
-    "it in place."
+    "the forward removes {name} (None, or del), and its next call would miss it. Keep a flag "
+    "instead, or write to it in place."
 )
 
 LEFT_BY_TRACE = "left_behind_by_a_trace"
@@ -248,8 +248,9 @@ def check_attribute_writes(model: nn.Module, before: PlainTensors, parameters: C
             continue
         if now.shape != tensor.shape:
             raise CaptureError(
-                f"the forward gives attribute {name!r} another shape: {list(now.shape)} for {list(tensor.shape)}. A program "
-                "keeps a state in one size: allocate the largest and write into a part of it, or pass it as an argument."
+                f"the forward changes the shape of attribute {name!r} from {list(tensor.shape)} "
+                f"to {list(now.shape)}, but a program keeps the size of a state. Allocate the "
+                "largest size and write to a part of it, or pass it as an argument."
             )
         written.append(name)
     if written:
@@ -314,9 +315,10 @@ def check_buffer_shapes(module: nn.Module, before: Mapping[str, torch.Size]) -> 
     for name, now in buffer_shapes(module).items():
         if now != before.get(name, now):
             raise CaptureError(
-                f"the forward gives buffer {name!r} of {type(module).__name__} another shape: {list(now)} for "
-                f"{list(before[name])}. A program keeps a state in one size: allocate the largest and write into a part of "
-                "it, or pass it as an argument. Where the first call alone fills it, call the model once before."
+                f"the forward changes the shape of buffer {name!r} of {type(module).__name__} "
+                f"from {list(before[name])} to {list(now)}, but a program keeps the size of a "
+                "state. Allocate the largest size and write to a part of it, or pass it as an "
+                "argument. If only the first call fills it, call the model once before compiling."
             )
 
 
@@ -328,8 +330,8 @@ def write_buffers_in_place(module: nn.Module, before: Mapping[str, torch.Tensor 
             continue
         if old is None or new is None or old.dtype != new.dtype:
             raise CaptureError(
-                f"buffer {name!r} of {type(module).__name__} is set to another dtype, or from None, in the forward. "
-                "Write to it in place, with copy_(), or, where the first call alone fills it, call the model once before."
+                f"the forward sets buffer {name!r} of {type(module).__name__} to another dtype, or from None. Write "
+                "to it in place with copy_(). If only the first call fills it, call the model once before compiling."
             )
         module._buffers[name] = old
         old.copy_(new.detach())

@@ -164,7 +164,7 @@ def with_static_fallback(dynamic: Dynamic, do: Callable[[Dynamic], ResultT]) -> 
             return do(dynamic)
         except (CaptureError, PlanError, RuleError) as error:
             logging.getLogger("autoshard").warning(
-                "no program with symbolic lengths, compiling for these shapes alone: %s", error
+                "no program with symbolic lengths is possible, so these shapes alone are compiled: %s", error
             )
     return do(False)
 
@@ -175,11 +175,11 @@ def dynamic_inputs(tensors: Mapping[str, torch.Tensor], dynamic: Dynamic) -> dic
         return {path: DynamicInput(path, x, dict.fromkeys(range(x.ndim), (1, ""))) for path, x in tensors.items()}
     for path, dims in dynamic.items():
         if path not in tensors:
-            raise HintError(f"dynamic: there is no tensor argument {path!r}; there are {', '.join(tensors)}")
+            raise HintError(f"dynamic: there is no tensor argument {path!r}. Known: {', '.join(tensors)}")
         if not isinstance(dims, Mapping):
             raise HintError(f"dynamic: {path!r} is {dims!r}: give {{dim: name}}, such as {{0: 'batch'}}")
         if wrong := [d for d in dims if not isinstance(d, int) or not 0 <= d < tensors[path].ndim]:
-            raise HintError(f"dynamic: {path!r} has {tensors[path].ndim} dims, no dim {wrong[0]!r}")
+            raise HintError(f"dynamic: {path!r} has {tensors[path].ndim} dims, so there is no dim {wrong[0]!r}")
     return {
         path: DynamicInput(path, x, {d: _parsed_dim(path, d, text) for d, text in dynamic.get(path, {}).items()})
         for path, x in tensors.items()
@@ -254,8 +254,9 @@ class ExportedLengths:
             self.read.append(Symbol(str(own), name, dim, multiple))
         own = self._by_place[place]
         if self.example[own] * multiple != length:
-            raise CaptureError(f"dynamic: {x.path!r}, dim {dim} is {length} in the example, and {own} elsewhere "
-                               f"is {self.example[own]}")  # fmt: skip
+            raise CaptureError(
+                f"dynamic: {x.path!r}, dim {dim} is {length} in the example, but {own} is "
+                f"{self.example[own]} elsewhere")  # fmt: skip
         self.meaning[expr] = multiple * own
 
     def _equalities(self) -> Iterator[tuple[sympy.Expr, sympy.Expr]]:
@@ -285,7 +286,7 @@ class ExportedLengths:
             return
         factor, offset = expr.coeff(unknown[0]), expr.subs(unknown[0], 0)
         if len(expr.free_symbols) != 1 or not (factor.is_Integer and factor > 0 and offset.is_Integer):
-            raise CaptureError(f"dynamic: dim {dim} of an input is {expr}, which no length can be read from")
+            raise CaptureError(f"dynamic: dim {dim} of an input is {expr}, from which no length can be computed")
         own = length_symbol(self._fresh(f"{_DEFAULT_DIM_NAMES[dim] if dim < 2 else f'size_{dim}'}_part"))
         hint = int(n.node.shape_env.backed_var_to_val[unknown[0]])
         self.meaning[unknown[0]], self.example[own] = own, hint
@@ -299,12 +300,12 @@ class ExportedLengths:
         ours = self._ours(expr)
         found = make_size(self._simpler.get(ours, ours), self.example)
         if isinstance(found, Size) and not is_checkable(str(found), self.read):
-            raise CaptureError(f"dynamic: the length {expr} is more than Python's own arithmetic on lengths")
+            raise CaptureError(f"dynamic: the length {expr} needs more than integer arithmetic on lengths")
         return found
 
     def _ours(self, expr: Any) -> Any:
         if missing := [s for s in expr.free_symbols if s not in self.meaning]:
-            raise CaptureError(f"dynamic: the length {expr} depends on {missing[0]}, which is no length of an input")
+            raise CaptureError(f"dynamic: the length {expr} depends on {missing[0]}, which is not a length of an input")
         return expr.xreplace(self.meaning)
 
     def symbols(self) -> Symbols:

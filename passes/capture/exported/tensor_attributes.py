@@ -78,8 +78,9 @@ def check_tensor_class(what: str, tensor: torch.Tensor) -> None:
         anew = [name for name in vars(kind) if name not in _HARMLESS_OVERRIDES and hasattr(torch.Tensor, name)]
         if anew or vars(kind).get("__slots__"):
             raise CaptureError(
-                f"{what} is a {type(tensor).__name__}, whose class defines {(anew or ['__slots__'])[0]} anew: a program "
-                "computes what plain parameters do. Write it as a function of the module, or convert the tensor."
+                f"{what} is a {type(tensor).__name__}, whose class overrides "
+                f"{(anew or ['__slots__'])[0]}, but a program computes with plain parameters. "
+                "Write the override as a function of the module, or convert the tensor."
             )
 
 

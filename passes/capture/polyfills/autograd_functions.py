@@ -162,7 +162,7 @@ def apply_as_op(function: Any, forward: Callable[..., Any], args: Sequence[Any])
         single = isinstance(results, torch.Tensor)
         found = (results,) if single else results
         if not isinstance(found, tuple | list) or not all(isinstance(r, torch.Tensor) for r in found):
-            problem = "returns something that is no tensor"
+            problem = "returns a value that is not a tensor"
         elif draws.any or not torch.equal(before, torch.get_rng_state()):
             problem = "draws random numbers"
         elif versions != [t._version for t in operands]:

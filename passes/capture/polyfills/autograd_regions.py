@@ -55,7 +55,7 @@ class GradModeMarks(Observer):
 
     def before(self, call: ObservedCall) -> ObserverAnswer | None:
         if call.func is set_grad_enabled and eager_inference_mode.get() and not self.in_inference:
-            return ObserverAnswer(None, "nothing is recorded in inference mode, whether gradients are on or not")
+            return ObserverAnswer(None, "inference mode records no gradients, whether they are on or off")
         if (
             not self.in_inference
             or call.func not in _INFERENCE_ATTRIBUTES
@@ -115,9 +115,9 @@ class ActivationCheckpoints(Observer):
         found = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
         if torch.is_grad_enabled() and not any(x.requires_grad for x in found):
             raise self.refuse(
-                "torch.utils.checkpoint with use_reentrant=True gets no input that requires a gradient, so eager computes "
-                "no gradients of what is inside. Use use_reentrant=False (Hugging Face: "
-                "gradient_checkpointing_kwargs={'use_reentrant': False}), or have the inputs require gradients."
+                "torch.utils.checkpoint with use_reentrant=True gets no input that requires a gradient, so "
+                "eager computes no gradients inside it. Use use_reentrant=False (Hugging Face: "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}), or let the inputs require gradients."
             )
         with self._marked():
             return function(*args)

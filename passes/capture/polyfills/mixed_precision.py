@@ -58,8 +58,8 @@ def decompose_under_autocast(mode: Any, op: Any, args: Any, kwargs: Any) -> Any:
     state = autocast_state()
     if state and op in AUTOCAST_REFUSED:
         raise CaptureError(
-            f"{op} under torch.autocast is not supported: what it casts inside is not known. Call it inside "
-            "torch.autocast(device, enabled=False)."
+            f"{op} under torch.autocast is not supported, because its inner casts are not known. "
+            "Call it inside torch.autocast(device, enabled=False)."
         )
     if (
         state
@@ -131,8 +131,9 @@ def _cast_inputs_and_outputs(model: nn.Module, precision: Precision) -> None:
         return
     if isinstance(model, fx.GraphModule):
         raise CaptureError(
-            f"mixed_precision ({precision}) casts inputs and outputs in the model's forward, and an fx.GraphModule has "
-            "none but its graph. Give cast_forward_inputs=False and no output_dtype, and cast outside; or the Python module."
+            f"mixed_precision ({precision}) casts inputs and outputs in the model's forward, but "
+            "an fx.GraphModule has only its graph. Pass cast_forward_inputs=False and no "
+            "output_dtype, and cast outside; or compile the Python module."
         )
     forward = model.forward
 

@@ -22,7 +22,7 @@ from autoshard.torch_private.ops import check
 _RECURRENT_LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _DATA_GETTERS = [getattr(torch.Tensor, n).__get__ for n in ("shape", "data", "T", "mT", "H", "mH", "real", "imag")]
 """attributes that read a tensor's shape or data"""
-_PACKED_ADVICE = "Give layers the padded batch, and mask what comes after the last element of each sequence."
+_PACKED_ADVICE = "Pass the padded batch to layers, and mask the positions after the end of each sequence."
 
 
 @dataclass
@@ -75,7 +75,7 @@ class PackedSequences(Observer):
             return len(batch.lengths)
         if of[0] is batch.sizes and func is torch.Tensor.size:
             return batch.lengths.max().item()
-        raise CaptureError(f"a packed sequence (pack_padded_sequence) is used by {name}. {_PACKED_ADVICE}")
+        raise CaptureError(f"{name} uses a packed sequence (pack_padded_sequence). {_PACKED_ADVICE}")
 
     def _stand_ins(self, lengths: torch.Tensor, padded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         batch = _Batch(lengths, padded, padded.reshape(-1, padded.shape[-1]), lengths.clone())
@@ -85,7 +85,7 @@ class PackedSequences(Observer):
     def pack(self, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """``_pack_padded_sequence``: stand-ins for the data and the batch sizes."""
         if x.dim() != 3:
-            raise CaptureError(f"a packed sequence of {x.dim()} dims. {_PACKED_ADVICE}")
+            raise CaptureError(f"a packed sequence has {x.dim()} dims. {_PACKED_ADVICE}")
         x = x.transpose(0, 1) if batch_first else x
         inside = torch.arange(x.shape[0], device=lengths.device)[:, None] < lengths
         return self._stand_ins(lengths, torch.where(inside[..., None], x, 0))  # no NaN in gradients

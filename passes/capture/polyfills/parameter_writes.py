@@ -58,7 +58,7 @@ class ParameterClamps(Observer):
         alias = parameter.detach()
         self.aliases.append(alias)  # keeps its id unique
         self.numbers[id(alias)] = self.numbers[id(parameter)]
-        return ObserverAnswer(alias, "what .data reads is a detached alias, of which export loses track")
+        return ObserverAnswer(alias, ".data gives a detached alias that export does not track")
 
 
 def clamped_parameters(observers: Iterable[Observer], model: nn.Module) -> dict[str, ClampBounds]:
@@ -95,8 +95,8 @@ def _convert_per_call(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor
                 if (before.dtype, before.device) == (after.dtype, after.device):
                     continue
                 log.warning(
-                    "the forward converts %r of a %s to %s; the compiled module does so in every call and keeps it in "
-                    "%s. Convert the module before compiling to store it so.", name, type(module).__name__,
+                    "the forward converts %r of a %s to %s. The compiled module repeats this in every "
+                    "call and keeps it in %s. To store it converted, convert the module before compiling.", name, type(module).__name__,
                     after.dtype, before.dtype,
                 )  # fmt: skip
                 tensors[name] = after  # type: ignore[assignment]

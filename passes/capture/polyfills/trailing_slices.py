@@ -66,7 +66,8 @@ def _check_view_writes(program: fx.GraphModule, views: _ViewSources) -> None:
         )
         if any(isinstance(x, fx.Node) and sources.get(x, x) in taken for x in written):
             raise CaptureError(
-                f"{schema.name} writes into the last elements along a dim of open length, or what has them"
+                f"{schema.name} writes to the last elements along a dim of open length, or "
+                "to a tensor with such elements"
             )
 
 

@@ -41,8 +41,9 @@ def check_parameter_aliases(model: nn.Module, graph: Graph) -> None:
         )
         if of is not None:
             raise CaptureError(
-                f"the forward reads {i.kind} {_alias_of(model, i.fqn, memories)!r}, which shares its memory with parameter "
-                f"{of!r}, and would not follow its steps in a program. Read {of}.detach() in the forward, or keep a clone()."
+                f"the forward reads {i.kind} {_alias_of(model, i.fqn, memories)!r}, which shares "
+                f"memory with parameter {of!r}, but in a program it would not follow the steps "
+                f"of that parameter. Read {of}.detach() in the forward, or keep a clone()."
             )
 
 
@@ -85,8 +86,8 @@ class OverlappingWrites(Observer):
         if any(_has_overlapping_memory(x) and _has_overlapping_memory(_written_part(call, x)) for x in call.written):
             name = getattr(call.func, "__name__", call.func)
             raise self.refuse(
-                f"the forward writes by {name}() into an expanded tensor, or one of windows (unfold), of which several "
-                "elements lie in one place of memory. Write before it is expanded, or into a clone()."
+                f"the forward writes by {name}() to an expanded tensor, or to windows (unfold), "
+                "whose elements share memory. Write before it is expanded, or into a clone()."
             )
 
 

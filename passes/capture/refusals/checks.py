@@ -34,17 +34,18 @@ def check_module_classes(model: nn.Module) -> None:
         kind = type(module).__name__
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
-                f"{path or 'the model'}: a ScriptModule cannot be traced; give the Python module that torch.jit made it of"
+                f"{path or 'the model'}: a ScriptModule cannot be traced. Pass the Python "
+                "module that torch.jit scripted"
             )
         if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            raise CaptureError(f"{path or 'the model'}: {kind} distributes already; give its .module")
+            raise CaptureError(f"{path or 'the model'}: {kind} is distributed already. Pass its .module")
         if "_modules" not in vars(module):
             raise CaptureError(
-                f"{path or 'the model'}: {kind} was not initialised; its __init__ calls super().__init__()"
+                f"{path or 'the model'}: {kind} was not initialised. Call super().__init__() in its __init__"
             )
     forward = vars(model).get("forward", type(model).forward)
     if forward is None or forward is nn.Module.forward:
-        raise CaptureError(f"the model: {type(model).__name__} has no forward; give the module that is called")
+        raise CaptureError(f"the model: {type(model).__name__} has no forward. Pass the module that is called")
 
 
 def check_model(model: nn.Module, training: bool) -> None:
@@ -75,8 +76,9 @@ def check_example(model: nn.Module, example: Example) -> None:
     ]
     if by_groups:
         raise CaptureError(
-            f"a cache of {type(by_groups[0]).__name__} keeps tensors of its library's own class, which cannot be traced. "
-            'Of quantized caches the one in 8 bits can: cache_implementation="quantized", cache_config={"backend": "fp8"}.'
+            f"a cache of {type(by_groups[0]).__name__} keeps tensors of a class of its own, and "
+            "these cannot be traced. Use the quantized cache in 8 bits: "
+            'cache_implementation="quantized", cache_config={"backend": "fp8"}.'
         )
 
 
@@ -90,8 +92,8 @@ def check_dense(x: torch.Tensor, name: Callable[[], str]) -> None:
     if x.layout != torch.strided or x.is_nested or x.is_quantized:
         kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
         raise CaptureError(
-            f"input {name()!r} is a tensor that is {kind}; autoshard shards plain dense tensors. Convert it first "
-            "(to_dense(), to_padded_tensor(), dequantize())."
+            f"input {name()!r} is a tensor that is {kind}, but autoshard shards plain dense "
+            "tensors. Convert it first (to_dense(), to_padded_tensor(), dequantize())."
         )
 
 
@@ -104,7 +106,7 @@ def check_dtypes(graph: Graph) -> None:
         if len(dtypes) > 1 and any(d.is_floating_point for d in dtypes):
             given = [f"{i.fqn!r} {graph.types[i.name].dtype}" for i in graph.inputs if i.kind == "input"]
             raise CaptureError(
-                f"{node.fqn or 'the model'} ({node.source}): {node.op} takes operands of one dtype and gets "
+                f"{node.fqn or 'the model'} ({node.source}): {node.op} needs operands of one dtype and gets "
                 f"{' and '.join(map(str, dtypes))}; the inputs are {', '.join(given)}. Convert one of them."
             )
 
@@ -117,8 +119,8 @@ def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) ->
     wrapped = hasattr(type(tensor), "__tensor_flatten__")  # DTensor and other subclasses made of plain tensors
     if wrapped or tensor.layout != torch.strided:
         raise CaptureError(
-            f"{kind} {name!r} is a {type(tensor).__name__} of layout {tensor.layout}; autoshard shards plain dense "
-            "tensors. Convert it first (full_tensor(), to_dense(), dequantize())."
+            f"{kind} {name!r} is a {type(tensor).__name__} of layout {tensor.layout}, but autoshard "
+            "shards plain dense tensors. Convert it first (full_tensor(), to_dense(), dequantize())."
         )
     check_tensor_class(f"{kind} {name!r}", tensor)
     if training and (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)):
@@ -133,8 +135,8 @@ def is_unread_sparse_buffer(name: str, buffer: fx.Node) -> bool:
     layout = buffer.meta["val"].layout
     if layout != torch.strided and buffer.users:
         raise CaptureError(
-            f"buffer {name!r} is a tensor of layout {layout}, and the forward reads it; autoshard shards plain dense "
-            "tensors. Convert it first (to_dense())."
+            f"the forward reads buffer {name!r}, a tensor of layout {layout}, but autoshard "
+            "shards plain dense tensors. Convert it first (to_dense())."
         )
     return bool(layout != torch.strided)
 
@@ -147,8 +149,9 @@ def check_quantization_observer(node: fx.Node) -> None:
     by_row = len(node.args) > 11 and node.args[11]
     if by_row and (low.shape != x.shape[node.args[10] :][:1] or scale.shape != low.shape):
         raise CaptureError(
-            f"{node_loc(node)}: the observer has buffers of shape {list(low.shape)} and {list(scale.shape)}, which its first "
-            f"call resizes to the rows of {list(x.shape)}; a program keeps shapes. Call the model once before compiling it."
+            f"{node_loc(node)}: the observer has buffers of shape {list(low.shape)} and "
+            f"{list(scale.shape)}, and its first call resizes them to the rows of "
+            f"{list(x.shape)}. A program keeps shapes: call the model once before compiling it."
         )
 
 
@@ -161,8 +164,8 @@ def dense_constant(name: str, tensor: Any) -> torch.Tensor:
     """A constant of the program, detached. Refuses one without data."""
     if has_no_data(tensor):
         raise CaptureError(
-            f"the model's tensor {name!r} is neither parameter nor buffer and has no data. Register it with "
-            "register_buffer() or as nn.Parameter."
+            f"the model's tensor {name!r} has no data and is not a parameter or buffer. Register "
+            "it with register_buffer() or as nn.Parameter."
         )
     found: torch.Tensor = tensor.detach()
     return found
@@ -173,7 +176,7 @@ def check_result(node: fx.Node, value: Any) -> None:
     check_quantization_observer(node)
     if isinstance(value, torch.Tensor) and value.layout != torch.strided:
         raise CaptureError(
-            f"{node_loc(node)}: {node.target} makes a tensor of layout {value.layout}; use dense tensors."
+            f"{node_loc(node)}: {node.target} makes a tensor of layout {value.layout}. Use dense tensors."
         )
     if value is not None and not isinstance(value, torch.Tensor) and not is_data_dependent_number(value):
         raise CaptureError(f"{node_loc(node)}: {DATA_DEPENDENT_MESSAGE.format(what=f'a result of {node.target}')}")
@@ -187,8 +190,8 @@ def check_as_strided_operand(node: fx.Node, operand: torch.Tensor, order: tuple[
     known = all(isinstance(n, int) for n in (*operand.shape, *operand.stride()))
     if known and (offset < 0 or not operand.permute(order or tuple(range(operand.ndim))).is_contiguous()):
         raise CaptureError(
-            f"{node_loc(node)}: as_strided counts in the memory of a tensor that does not fill it (a slice, or expanded). "
-            "Make the tensor contiguous first."
+            f"{node_loc(node)}: as_strided indexes the memory of a tensor that does not fill its "
+            "memory (sliced or expanded). Make the tensor contiguous first."
         )
 
 
@@ -207,12 +210,12 @@ def unsupported_effect_message(kind: OutputKind, target: str) -> str:
     """Error text for an unsupported side effect of the forward."""
     if kind is OutputKind.USER_INPUT_MUTATION:
         return (
-            f"the forward writes in place into its input {target!r}, and what it writes has a gradient. Write into a clone "
-            "and return it."
+            f"the forward writes a value with a gradient in place to its input {target!r}. Write "
+            "to a clone and return it."
         )
     if kind is OutputKind.PARAMETER_MUTATION:
         return (
-            f"the forward writes in place into parameter {target!r}. Make it a buffer, or compute a new tensor; of an "
-            "embedding leave max_norm out."
+            f"the forward writes in place to parameter {target!r}. Make it a buffer, or compute "
+            "a new tensor. For an embedding leave out max_norm."
         )
     return f"the forward has an effect on {target!r} that a graph cannot express ({kind.name.lower()})."

@@ -21,13 +21,13 @@ _DATA_DEPENDENT_ERRORS = (
 
 
 DATA_DEPENDENT_MESSAGE = (
-    "the program depends on the values of a tensor ({what}), but one graph must serve all inputs. "
-    "Use torch.where, clamp() or a mask instead of `if`, Python's max() and min(), and loops over a tensor."
+    "the program depends on the values of a tensor ({what}), but one graph must serve all inputs. Use "
+    "torch.where, clamp() or a mask instead of `if`, Python's max() and min(), and loops over a tensor."
 )
 
 IN_TRANSFORM_MESSAGE = (
-    "a transform of torch.func (grad, vjp, jvp, jacrev, ...) in the forward differentiates tensors of the model, which a "
-    "trace cannot follow. Compute the gradient outside, with torch.autograd.grad on the compiled module's outputs."
+    "the forward differentiates tensors of the model with torch.func (grad, vjp, jvp, jacrev, ...), which a trace "
+    "cannot follow. Compute the gradient outside, with torch.autograd.grad on the compiled module's outputs."
 )
 _SPARSE_ERRORS = ("Cannot access storage of Sparse", "tensors do not have strides", "layout_impl is only implemented")
 _NO_DATA_ERRORS = (
@@ -49,41 +49,44 @@ def explained_capture_error(model: nn.Module, error: BaseException) -> CaptureEr
         text = DATA_DEPENDENT_MESSAGE.format(what=f"`{code}`" if code else type(error).__name__)
     elif "HigherOrder" in type(error).__name__:
         text = (
-            f"control flow as an operation, such as torch.cond, while_loop, scan and map, is not supported (`{code}`; "
-            f"{type(error).__name__}). Use torch.where for a choice by values, and Python's own `if` and loops for what "
-            "shapes say and over what is of known length."
+            "control flow as an operation, such as torch.cond, while_loop, scan and map, is not "
+            f"supported (`{code}`; {type(error).__name__}). To choose by values use torch.where. "
+            "To choose by shapes, or to loop over a known length, use Python's `if` and loops."
         )
     elif isinstance(error, AssertionError) and str(error).startswith("expected FakeTensor, got <class 'NoneType'>"):
         text = REMOVED_STATE_MESSAGE.format(name="a buffer of the model")  # export's own check where it is set
     elif str(error).startswith("expected compiled_fn to be GraphModule") and (names := names_sharing_memory(model)):
         text = (
-            f"the forward writes into tensors of the model that share memory, {names}. Keep one of them as a clone()."
+            f"the forward writes to tensors of the model that share memory, {names}. Replace one of them by a clone()."
         )
     elif "__obj_flatten__" in str(error) and (kept := _module_with_cpp_object(model)):
         text = (
-            f"{kept}, which no trace can read (quantised layers keep their packed weights so). Compile the model before it is "
-            "quantised, or put layers in their places whose weights are tensors."
+            f"{kept}, which no trace can read, as with packed weights of quantised layers. "
+            "Compile the model before it is quantised, or use layers whose weights are tensors."
         )
     elif any(part in str(error) for part in _SPARSE_ERRORS):
         named = ", ".join(map(repr, _sparse_tensor_names(model)))
         text = (
-            f"the forward reads a sparse tensor{named and f' ({named})'}; autoshard shards plain dense tensors. Convert it "
-            "first (to_dense())."
+            f"the forward reads a sparse tensor{named and f' ({named})'}, but autoshard shards "
+            "plain dense tensors. Convert it first (to_dense())."
         )
     elif any(part in str(error) for part in _NO_DATA_ERRORS):
         text = (
-            f"the forward hands the values of a tensor to NumPy, SciPy, another library or a file (`{code}`), and one graph "
-            "must serve all inputs. Write it with torch ops, or return the tensor and do this outside of the compiled "
-            "module: of a loss with a matching (DETR), compile the model and call the loss on its outputs."
+            f"the forward passes the values of a tensor to NumPy, SciPy, another library or a file (`{code}`), but "
+            "one graph must serve all inputs. Write it with torch ops, or return the tensor and do this outside the "
+            "compiled module. For a loss with a matching (DETR), compile the model and call the loss on its outputs."
         )
     elif any(part in str(error) for part in _TRANSFORM_ERRORS):
         text = IN_TRANSFORM_MESSAGE
     elif isinstance(error, NotImplementedError) and str(error).startswith("argument of type: "):  # torch < 2.13
         text = (
-            f"the forward uses an object that is no tensor ({str(error).partition(': ')[2]}). Pass tensors and numbers."
+            "the forward uses an object that is not a tensor "
+            f"({str(error).partition(': ')[2]}). Pass tensors and numbers."
         )
     elif "SymFloat.__format__" in str(error):
-        text = f"the forward writes a number of a tensor as text (`{code}`). Return the tensor, and write it outside."
+        text = (
+            f"the forward formats the value of a tensor as text (`{code}`). Return the tensor, and format it outside."
+        )
     else:
         first = str(error).strip().split("\n\n")[0]
         text = f"the model could not be traced. {type(error).__name__}: {first}"
@@ -94,7 +97,7 @@ def _module_with_cpp_object(model: nn.Module) -> str:
     """Text that names the first module with an object of a torch C++ class; "" if there is none."""
     held = ((path, type(m).__name__, x) for path, m in model.named_modules() for x in vars(m).values())
     own = next((known for known in held if isinstance(known[2], torch.ScriptObject)), None)
-    return "" if own is None else f"{own[1]} {own[0]!r} keeps an object of C++, {own[2]._type().name()}"
+    return "" if own is None else f"{own[1]} {own[0]!r} holds a C++ object, {own[2]._type().name()}"
 
 
 def _sparse_tensor_names(model: nn.Module) -> list[str]:

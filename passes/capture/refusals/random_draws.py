@@ -141,8 +141,8 @@ def _is_filled_cell(cell: CellType) -> bool:
 
 def _draw_refusal(generator: str) -> str:
     return (
-        f"the forward draws from or seeds {generator} generator outside of torch's random ops; the number would be a "
-        "constant of the graph. Draw with torch (torch.rand), and seed outside the forward."
+        f"the forward draws from or seeds {generator} generator outside torch's random ops, so the number "
+        "would be a constant of the graph. Draw with torch (torch.rand), and seed outside the forward."
     )
 
 

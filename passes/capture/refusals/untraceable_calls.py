@@ -65,8 +65,9 @@ class OutsideTensors(Observer):
             read.setdefault(id(x), (x, x._version))
             if x.requires_grad and hasattr(x, MOVED_MARK):
                 raise self.refuse(
-                    f"the forward reads {_label(x)} {list(x.shape)}, a parameter that a sharded module took over when it was "
-                    "compiled: what is trained there does not reach it. Read the sharded module's, or a clone of it."
+                    f"the forward reads {_label(x)} {list(x.shape)}, a parameter of a model that "
+                    "was compiled, so it would not see what the sharded module trains. Read the "
+                    "sharded module's parameter, or a clone of it."
                 )
         trained = next((x for x in outside if x.requires_grad), None)
         if not self.training or trained is None:
@@ -75,9 +76,9 @@ class OutsideTensors(Observer):
             if is_functorch_wrapped_tensor(trained):
                 raise self.refuse(IN_TRANSFORM_MESSAGE)
             raise self.refuse(
-                f"the forward reads {_label(trained)} {list(trained.shape)}, which requires a gradient and is no parameter of "
-                "the model: its program would not give it one. Make it an nn.Parameter of the model, or its module a part "
-                "of it, or read its .detach()."
+                f"the forward reads {_label(trained)} {list(trained.shape)}, which requires a "
+                "gradient but is not a parameter of the model, so it would get no gradient. Make it "
+                "an nn.Parameter of the model, add its module to the model, or read its .detach()."
             )
         return result
 
@@ -129,12 +130,12 @@ class TensorIdentityQueries(Observer):
             return None
         trained = self.trained.get(id(call.args[0]))
         if func == _REQUIRES_GRAD_GETTER and trained is not None and trained != call.args[0].requires_grad:
-            return ObserverAnswer(trained, "the input requires a gradient as the caller's does")
+            return ObserverAnswer(trained, "the input requires a gradient if the caller's does")
         asked = _QUERIES_ON_TENSORS.get(func) or (_QUERIES_ON_INPUTS.get(func) if trained else None)
         if asked is not None:
             raise self.refuse(
-                f"the forward asks {asked} of a tensor: the answer depends on how the tensor came to be or lies in memory, and "
-                "would be a constant of the program. Ask outside of the forward, and pass the answer as an argument."
+                f"the forward asks {asked} of a tensor. The answer depends on the tensor's history or memory, and "
+                "would be a constant of the program. Ask outside the forward, and pass the answer as an argument."
             )
         return None
 
@@ -173,17 +174,19 @@ class AutogradSideEffects(Observer):
     def before(self, call: ObservedCall) -> ObserverAnswer | None:
         func, args = call.func, call.args
         if func == _DATA_GET:
-            return ObserverAnswer(args[0].detach(), "what .data reads is a detached alias, of which export loses track")
+            return ObserverAnswer(args[0].detach(), ".data gives a detached alias that export does not track")
         if func == _DATA_SET:
             raise self.refuse("the forward assigns to .data of a tensor. Compute a new tensor instead.")
         if self.training and (name := _LOST_AUTOGRAD_CALLS.get(func)) is not None:
-            raise self.refuse(f"{name} is called in the forward; the compiled module would lose it. {_AUTOGRAD_ADVICE}")
+            raise self.refuse(
+                f"{name} is called in the forward, and the compiled module would lose it. {_AUTOGRAD_ADVICE}"
+            )
         turned_on = self.training and func in _REQUIRES_GRAD_SETTERS and not args[0].requires_grad
         # intermediate gradients are invisible; those of outputs are compared after the trace
         if turned_on and (*args[1:], *call.kwargs.values(), True)[0] and any(args[0] is x for x in self.inputs):
             raise self.refuse(
-                "the forward turns requires_grad on for its input, whose gradient the compiled module would not give. "
-                "Pass it with requires_grad=True."
+                "the forward turns requires_grad on for its input, but the compiled module would "
+                "not return that gradient. Pass the input with requires_grad=True."
             )
         return None
 
@@ -194,15 +197,13 @@ class AutogradSideEffects(Observer):
         given = (*sources, *named.values())
         if users and (known or len(given) != 1 or not isinstance(given[0], torch.Tensor)):
             raise self.refuse(
-                "the forward calls set_() with a storage, or of an input or a tensor of the model, whose memory a program does "
-                "not replace. Assign the new tensor (self.x = new), or write by copy_()."
+                "the forward calls set_() with a storage, or on an input or a tensor of the model, but a program "
+                "does not replace their memory. Assign the new tensor (self.x = new), or write by copy_()."
             )
         return _TENSOR_SET(x, *sources, **named)
 
     def _saved_tensors(self, hooks: Any) -> None:
-        raise self.refuse(
-            "saved-tensor hooks are used in the forward; the compiled module would lose them. Remove them."
-        )
+        raise self.refuse("the forward uses saved-tensor hooks, and the compiled module would lose them. Remove them.")
 
 
 class DefaultDtypeChanges(Observer):
@@ -229,7 +230,8 @@ class DefaultDtypeChanges(Observer):
         made = (x.dtype for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor))
         if not floats and torch.get_default_dtype() in made and call.kwargs.get("dtype") is None:
             raise self.refusals(
-                f"the forward calls {getattr(call.func, '__name__', call.func)} on integers under a default dtype that it "
-                f"sets itself ({torch.get_default_dtype()}), which its program would not know. Convert them: x.to(dtype)."
+                f"the forward calls {getattr(call.func, '__name__', call.func)} on integers "
+                f"under a default dtype that it sets itself ({torch.get_default_dtype()}), and "
+                "its program would not know that dtype. Convert them: x.to(dtype)."
             )
         return result

@@ -58,7 +58,7 @@ def _check_region(called: fx.Node, inside: list[fx.Node], constants: set[str]) -
         if any(user not in known and user is not called for user in node.users) and node not in results:
             raise RegionMismatchError(f"{node} leaves the call")
         if any(x not in known and x.name not in constants for x in node.all_input_nodes):
-            raise RegionMismatchError(f"{node} reads what is not known to come in")
+            raise RegionMismatchError(f"{node} reads a value that is not known as an argument")
 
 
 def _insert_region_copy(graph: fx.Graph, repeated_node: fx.Node, called: fx.Node, inside: Iterable[fx.Node]) -> None:
@@ -68,7 +68,7 @@ def _insert_region_copy(graph: fx.Graph, repeated_node: fx.Node, called: fx.Node
     copies: dict[fx.Node, fx.Node] = {}
     for their, our in zip(theirs, ours, strict=True):
         if copies.setdefault(their, our) is not our:
-            raise RegionMismatchError(f"{their} came in twice")
+            raise RegionMismatchError(f"{their} is passed twice")
     where = _CopiedNodeMeta(called, repeated_node)
     with graph.inserting_before(repeated_node):
         for node in inside:

@@ -214,8 +214,8 @@ class SharedRegions(Observer):
         if left := replay.left_behind():
             self.leaves[found.path] |= left
             self.learnt = True
-            log.debug("what %s makes is kept elsewhere", member.path)
-            raise RegionMismatchError(f"what {member.path} makes is kept elsewhere")
+            log.debug("a result of %s is kept elsewhere", member.path)
+            raise RegionMismatchError(f"a result of {member.path} is kept elsewhere")
         return output
 
 

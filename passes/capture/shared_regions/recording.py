@@ -60,7 +60,7 @@ def _(operands: list[torch.Tensor], results: list[torch.Tensor], number: int) ->
 @torch.library.custom_op("autoshard::called_again", mutates_args=())
 def repeated_region(operands: list[torch.Tensor], number: int) -> list[torch.Tensor]:
     """Stands for a repeat of region ``number`` with other ``operands``."""
-    raise NotImplementedError("an op of traces alone")
+    raise NotImplementedError("an op that only traces have")
 
 
 @repeated_region.register_fake
@@ -211,14 +211,14 @@ class RegionRecording:
         tensors = self.tensors
         by_name = tensors.by_name
         if any(x._version != tensors.versions[name] for name, x in by_name.items() if name[0] != "made"):
-            raise RegionMismatchError("it writes to what comes in")
+            raise RegionMismatchError("it writes to its arguments")
         names = [tensors.names.get(id(x)) for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
         if None in names:
-            raise RegionMismatchError("its output was made unseen")
+            raise RegionMismatchError("its output was computed by an unseen call")
         if _are_referenced_elsewhere(
             [x for x in pytree.tree_leaves(output) if tensors.names.get(id(x), "?")[0] == "made"], output, by_name
         ):
-            raise RegionMismatchError("its output is kept elsewhere, and would be another tensor there")
+            raise RegionMismatchError("its output is kept elsewhere, where it would be another tensor")
         leaving = {name[1] for name in names if name is not None and name[0] == "made"}
         self.exports = tuple(sorted(leaving | self.leaves))
         given = [name for step in self.steps for name in _roles_in(step.given)]
@@ -308,12 +308,12 @@ class RegionReplay:
     def finish(self, output: Any) -> None:
         """Raises :class:`RegionMismatchError` for missing calls, or an output of other tensors."""
         if next(self.steps, None) is not None:
-            raise RegionMismatchError("it calls less")
+            raise RegionMismatchError("it makes fewer calls")
         for x in pytree.tree_leaves(output):
             if isinstance(x, torch.Tensor):
                 kind, i = self.tensors.names.get(id(x), ("unseen", None))
                 if kind == "unseen" or (kind == "made" and i in self.inside):
-                    raise RegionMismatchError("something else comes out")
+                    raise RegionMismatchError("it returns something else")
 
     def left_behind(self) -> frozenset[int]:
         """Numbers of inner tensors that outlive the call."""

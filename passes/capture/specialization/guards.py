@@ -13,7 +13,7 @@ from autoshard.runtime.operations.checks import OTHER_BUFFERS, OTHER_VALUES, exa
 from autoshard.torch_private.ops import assert_async, check
 
 GUARD_MODEL_CHECK = "the model's check of its values fails"
-GUARD_FINITE = "a number is infinite or NaN; the compiled program is for finite numbers"
+GUARD_FINITE = "a number is infinite or NaN, but the compiled program is for finite numbers"
 GUARD_LENGTH = "a length that depends on the data is too small for the compiled program"
 GUARD_BUFFER = OTHER_BUFFERS
 GUARD_INTEGERS = OTHER_VALUES

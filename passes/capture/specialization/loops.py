@@ -47,7 +47,7 @@ _INEXACT_INDEX_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch
 """dtypes that cannot represent all row numbers"""
 _MUTABLE_CONTAINERS = (list, dict, set)
 _MUTATING_METHODS = frozenset("append extend insert add update setdefault pop popitem remove discard clear".split())
-_LOOP_ADVICE = "Hand on results in place only, as in out.index_add_(0, tokens, result)."
+_LOOP_ADVICE = "Pass on results in place only, as in out.index_add_(0, tokens, result)."
 
 
 @dataclass
@@ -135,9 +135,9 @@ class NonzeroLoops(Observer):
             and id(args[0]) in self.conditions
             and _iterates_over_rows(call)
         ):
-            return ObserverAnswer(self.loop(args[0], call.frame), "its rows are among the places of a condition")
+            return ObserverAnswer(self.loop(args[0], call.frame), "its rows are among the positions of a condition")
         if self.ended and any(id(x) in self.ended for x in call.operands):
-            raise CaptureError(f"a value made in a loop of unknown length is read after the iteration. {_LOOP_ADVICE}")
+            raise CaptureError(f"a value from a loop of unknown length is read after the iteration. {_LOOP_ADVICE}")
         if self.running:
             self.running[-1].before(call)
         return call
@@ -198,9 +198,9 @@ class NonzeroLoops(Observer):
     def end(self, output: Any) -> None:
         """Refuse loops that were left early, and outputs made in a body."""
         if self.open:
-            raise CaptureError("a loop over a tensor of unknown length is left before its end")
+            raise CaptureError("a loop over a tensor of unknown length ends early")
         if any(id(x) in self.ended for x in pytree.tree_leaves(output)):
-            raise CaptureError(f"a value made in a loop of unknown length is returned. {_LOOP_ADVICE}")
+            raise CaptureError(f"a value from a loop of unknown length is returned. {_LOOP_ADVICE}")
 
 
 class _UnrolledLoop:
@@ -283,7 +283,7 @@ def check_loop_draws(program: torch.export.ExportedProgram) -> None:
         shape = getattr(node.meta.get("val"), "shape", ())
         if node.meta.get(LOOP_KEY) and is_random(node) and all(isinstance(n, int) for n in shape):
             raise CaptureError(
-                "random numbers are drawn in a loop over a tensor of unknown length. Draw them before it."
+                "a loop over a tensor of unknown length draws random numbers. Draw them before the loop."
             )
 
 
@@ -307,13 +307,13 @@ def _check_loop_body(frame: FrameType, from_tolist: bool) -> None:
         lines, first = inspect.getsourcelines(frame.f_code)
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, SyntaxError, TypeError):
-        raise CaptureError("a loop over a tensor of unknown length, whose source is not at hand") from None
+        raise CaptureError("a loop over a tensor of unknown length has no source code to read") from None
     number = frame.f_lineno - (first or 1) + 1
     found = [n for n in ast.walk(tree) if isinstance(n, ast.For) and n.iter.lineno <= number <= n.iter.end_lineno]  # type: ignore[operator]
     nested = [n for loop in found for n in ast.walk(loop.iter) if isinstance(n, ast.comprehension)]
     if begin.opname != "GET_ITER" or len(found) != 1 or nested:
         raise CaptureError(
-            "a tensor of unknown length is iterated over otherwise than by `for row in tensor:` or "
+            "the iteration over a tensor of unknown length is neither `for row in tensor:` nor "
             "`for row in tensor.tolist():`"
         )
     (loop,) = found
@@ -321,7 +321,7 @@ def _check_loop_body(frame: FrameType, from_tolist: bool) -> None:
     if loop.orelse or any(
         isinstance(n, ast.Break | ast.Return | ast.Yield) and id(n) in inside for n in ast.walk(tree)
     ):
-        raise CaptureError("a loop over a tensor of unknown length is left before its end (break, return or else)")
+        raise CaptureError("a loop over a tensor of unknown length ends early (break, return or else)")
     names = [n for n in ast.walk(tree) if isinstance(n, ast.Name)]
     bound = {n.id for n in names if id(n) in inside and isinstance(n.ctx, ast.Store)}
     added = {n.target.id for n in ast.walk(loop) if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)}

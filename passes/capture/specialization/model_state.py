@@ -155,8 +155,8 @@ def check_created_state(before: StateBeforeCall) -> None:
             if made := [n for n, x in vars(module)[holder].items() if x is not None and n not in had]:
                 name = f"{path}.{made[0]}" if path else made[0]
                 raise CaptureError(
-                    f"the forward makes the {kind} {name!r} in its first call. Make it in __init__, or call the model once "
-                    "before compiling it."
+                    f"the forward creates the {kind} {name!r} in its first call. Create it in "
+                    "__init__, or call the model once before compiling it."
                 )
 
 
@@ -218,8 +218,8 @@ def check_second_call(model: nn.Module, graph: Graph, retrace: Callable[[], Grap
         raise SecondCallError(left, graph) from failed
     if grows:
         raise CaptureError(
-            f"the forward adds to {', '.join(map(repr, grows))} in every call, which its program does not: what is collected "
-            "there would be lost. Return it from the forward, and collect it (or update the metric) outside."
+            f"the forward adds to {', '.join(map(repr, grows))} in every call, and its program would lose "
+            "those values. Return them from the forward, and collect them (or update the metric) outside."
         )
 
 
@@ -231,9 +231,9 @@ class SecondCallError(CaptureError):
         self.places = [(attributes, name) for attributes, name, *_ in left.values()]
         """(attributes of the module, {} for classes and globals; attribute name)"""
         super().__init__(
-            f"the forward leaves {', '.join(map(repr, left))} behind in the model, and its next call computes something else "
-            "for it: a program is of one call. Keep what counts in a buffer that is there from the beginning; where the "
-            "first call alone fills it, call the model once before compiling."
+            f"the forward leaves {', '.join(map(repr, left))} behind in the model, which changes the result "
+            "of its next call, but a program computes one call. Keep this state in a buffer that exists "
+            "from the beginning. If only the first call fills it, call the model once before compiling."
         )
 
 
@@ -365,7 +365,7 @@ def graph_after_warm_up(
     known = any(x in state for x in filled)
     log.log(
         logging.WARNING if known else logging.INFO,
-        "%s: its first call fills %s, so compiling made that call%s",
+        "%s: its first call fills %s, so compilation ran that call%s",
         type(model).__name__,
         ", ".join(map(repr, [*error.left, *sorted(caches)])),
         ". It reads buffers or frozen parameters: load a checkpoint before compiling." if known else "",

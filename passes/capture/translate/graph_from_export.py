@@ -178,8 +178,9 @@ class _GraphBuilder:
             index = next(order) if kind == "input" else -1
             if kind is None or not isinstance(spec.arg, TensorArgument | ConstantArgument):
                 raise CaptureError(
-                    f"the forward uses {spec.target or name}, an object that is no tensor ({spec.kind.name.lower()}), "
-                    "such as a torch.Generator or a script object. Use torch's default generator and plain tensors."
+                    f"the forward uses {spec.target or name}, an object that is not a tensor "
+                    f"({spec.kind.name.lower()}), such as a torch.Generator or a script object. "
+                    "Use torch's default generator and plain tensors."
                 )
             if not isinstance(spec.arg, TensorArgument):
                 continue
@@ -312,7 +313,7 @@ class _GraphBuilder:
         (ref, _, _, storage_offset), order = self.in_memory(node, ref, size, stride, storage_offset)
         shape = self.types[ref.name].shape
         if any(isinstance(n, Size) for n in (*shape, *size, *stride, storage_offset)):
-            raise CaptureError(f"{node_loc(node)}: a write through as_strided, whose lengths have to be fixed")
+            raise CaptureError(f"{node_loc(node)}: a write through as_strided needs fixed lengths")
         name = f"{node.name}_index"
         positions = torch.arange(self.types[ref.name].numel).as_strided(size, stride, storage_offset or 0)
         self.constants[name] = positions.reshape(-1)
@@ -428,8 +429,8 @@ class _GraphBuilder:
             else:
                 made = f"{node_loc(node)}: " if (node := self.fx_nodes.get(arg.name)) is not None else ""
                 raise CaptureError(
-                    f"{made}the forward returns a number that it reads from a tensor (item(), float(), tolist()), and a "
-                    "program returns tensors. Return the tensor, detach()ed, and read the number outside."
+                    f"{made}the forward returns a number that it reads from a tensor (item(), float(), tolist()), "
+                    "but a program returns tensors. Return the tensor, detach()ed, and read the number outside."
                 )
         return tuple(outputs), mutations
 

@@ -124,12 +124,12 @@ class _GradientTracker:
             ):
                 if node.target is aten.embedding_renorm_.default:
                     raise CaptureError(
-                        f"{node_loc(node)}: an embedding with max_norm writes into its table when it looks up. Leave max_norm "
-                        "out, and scale the rows of the parameter between steps, or what was looked up."
+                        f"{node_loc(node)}: an embedding with max_norm writes to its table at each look-up. Leave "
+                        "out max_norm, and scale the parameter's rows between steps, or the result of the look-up."
                     )
                 raise CaptureError(
-                    f"{node_loc(node)}: {node.target} writes in place into a value that has a gradient, behind autograd's "
-                    "back (under no_grad, or into its detach() or .data). Compute a new tensor instead."
+                    f"{node_loc(node)}: {node.target} writes in place to a value that has a gradient, while autograd "
+                    "does not record (under no_grad, or to its detach() or .data). Compute a new tensor instead."
                 )
         if (
             enabled
@@ -181,8 +181,8 @@ class _GradientTracker:
             others = {n for n in self._same_storage(written) if detached not in self._through(n)}
             if any(n.op == "call_function" and not others.isdisjoint(n.all_input_nodes) for n in self._after(write)):
                 raise CaptureError(
-                    f"{node_loc(write)}: {write.target} writes a value that has a gradient into a detach() of a tensor that is "
-                    "read afterwards, too, where it has none. Compute a new tensor instead."
+                    f"{node_loc(write)}: {write.target} writes a value that has a gradient to a detach() of "
+                    "a tensor, which is also read later without a gradient. Compute a new tensor instead."
                 )
 
     def _through(self, node: fx.Node) -> list[fx.Node]:

@@ -122,32 +122,35 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         r"capture_models.py:\d+.*round\(\) of a number.*tensor",
     ),
     "loop": (lambda s, x: sum(s.w * i for i in x.nonzero()), "a loop over a tensor of unknown length"),
-    "input": (lambda s, x: x.mul_(s.w), r"in place into its input 'args\[0\]', and what it writes has a gradient"),
-    "parameter": (lambda s, x: x * s.w.data.mul_(2), "behind autograd's back"),
-    "activation": (clamp_behind_autograd, "behind autograd's back"),
+    "input": (lambda s, x: x.mul_(s.w), r"a value with a gradient in place to its input 'args\[0\]'"),
+    "parameter": (lambda s, x: x * s.w.data.mul_(2), "while autograd does not record"),
+    "activation": (clamp_behind_autograd, "while autograd does not record"),
     "autograd.grad": (own_gradient, r"torch.autograd.grad\(\) is called in the forward"),
-    "written_after_detach": (lambda s, x: [y := x * 2, y.detach().add_(s.w), y * s.w][1:], "read afterwards, too"),
-    "written_in_a_region": (data_and_buffer, "read afterwards, too"),
+    "written_after_detach": (
+        lambda s, x: [y := x * 2, y.detach().add_(s.w), y * s.w][1:],
+        "read later without a gradient",
+    ),
+    "written_in_a_region": (data_and_buffer, "read later without a gradient"),
     "requires_grad": (lambda s, x: (x * s.w).detach().requires_grad_() * 2, "turns requires_grad on"),
     "requires_grad of the input": (lambda s, x: x.requires_grad_() * s.w, "turns requires_grad on for its input"),
     "python random": (lambda s, x: x * s.w * random.random(), "Python's random generator"),
     "numpy random": (lambda s, x: x * s.w * np.random.rand(), "numpy's generator"),
     "seed": (seeds, "torch's generator"),
-    "generator": (lambda s, x: x * s.w + torch.rand(4, generator=torch.Generator()), "an object that is no tensor"),
+    "generator": (lambda s, x: x * s.w + torch.rand(4, generator=torch.Generator()), "an object that is not a tensor"),
     "cond": (lambda s, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x * s.w,)), "higher.order op"),
-    "filled": (expanded(lambda y: y.fill_(1.0)), r"writes by fill_\(\) into an expanded tensor"),
-    "set by a mask": (expanded(set_by_mask), r"writes by __setitem__\(\) into an expanded tensor"),
-    "windows": (lambda s, x: overlapping(s, x), r"writes by add_\(\) into an expanded tensor, or one of windows"),
-    "set to None": (lambda s, x: (s.lin(x), setattr(s, "buf", None))[0], "takes a buffer of the model away"),
+    "filled": (expanded(lambda y: y.fill_(1.0)), r"writes by fill_\(\) to an expanded tensor"),
+    "set by a mask": (expanded(set_by_mask), r"writes by __setitem__\(\) to an expanded tensor"),
+    "windows": (lambda s, x: overlapping(s, x), r"writes by add_\(\) to an expanded tensor, or to windows"),
+    "set to None": (lambda s, x: (s.lin(x), setattr(s, "buf", None))[0], "removes a buffer of the model"),
     "set_ of a buffer": (
         lambda s, x: x * s.buf.set_(s.lin(x).detach()),
-        r"calls set_\(\) .* of an input or a tensor of the",
+        r"calls set_\(\) .* on an input or a tensor of the",
     ),
     "set_ of a storage": (
         lambda s, x: s.lin(x) + torch.empty(4).set_(x.untyped_storage()),
         r"calls set_\(\) with a storage",
     ),
-    "initialised": (expanded(lambda y: nn.init.constant_(y[1:], 1.0)), r"writes by constant_\(\) into an expanded"),
+    "initialised": (expanded(lambda y: nn.init.constant_(y[1:], 1.0)), r"writes by constant_\(\) to an expanded"),
     "shape": (lambda s, x: s.lin(x[:, :3]), r"lin \(test_capture_refused.py:\d+\).*RuntimeError"),
 }
 
@@ -180,7 +183,7 @@ def test_changes_of_an_argument_that_is_not_returned_are_told(name: str, caplog:
         capture(Changes(lambda given: None), (X, given))
         assert not caplog.text
         capture(Changes(change), (X, given))
-    assert "which it does not return: the caller's stays as it was" in caplog.text
+    assert "which it does not return: the caller's object stays unchanged" in caplog.text
 
 
 def test_new_tensors_in_a_new_list_of_an_argument_are_refused() -> None:
@@ -229,7 +232,7 @@ def test_writes_into_what_may_be_a_parameter_are_refused() -> None:
         mask[0] = 3.0
         return self.lin(x) * self.w
 
-    with pytest.raises(CaptureError, match="behind autograd's back"):
+    with pytest.raises(CaptureError, match="while autograd does not record"):
         capture(Model(written), (X,))
 
 
@@ -265,7 +268,7 @@ def test_refused_hooks_and_tensors_on_the_model() -> None:
     model.extra = torch.ones(4, requires_grad=True)
     model.function = lambda s, x: s.lin(x) * s.extra
     with pytest.raises(
-        CaptureError, match=r"reads 'extra' of a \w+ .4., which requires a gradient and is no parameter"
+        CaptureError, match=r"reads 'extra' of a \w+ .4., which requires a gradient but is not a parameter"
     ):
         capture(model, (X,))
     with pytest.raises(CaptureError, match="has no shape yet"):
@@ -312,7 +315,7 @@ def test_control_flow_as_an_operation() -> None:
         y = x * self.w
         return torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,))  # type: ignore[no-any-return]
 
-    with pytest.raises(CaptureError, match=r"control flow as an operation.*`return torch.cond.*Use torch.where"):
+    with pytest.raises(CaptureError, match=r"control flow as an operation.*`return torch.cond.*use torch.where"):
         capture(Model(forward), (X,))
 
 
@@ -323,6 +326,6 @@ def test_layers_that_keep_their_weights_in_cpp() -> None:
         warnings.simplefilter("ignore")
         model = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)).eval(), {nn.Linear})
     with pytest.raises(
-        CaptureError, match=r"LinearPackedParams '0._packed_params' keeps an object .* before it is quantised"
+        CaptureError, match=r"LinearPackedParams '0._packed_params' holds a C\+\+ object.* before it is quantised"
     ):
         capture(model, (torch.randn(2, 4),))

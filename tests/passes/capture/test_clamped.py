@@ -61,7 +61,7 @@ def test_every_rank_clamps_what_it_holds(micro_batches: int, axes: dict[str, int
 
 
 def test_what_is_read_before_it_is_clamped_is_refused() -> None:
-    with pytest.raises(CaptureError, match="behind autograd's back"):
+    with pytest.raises(CaptureError, match="while autograd does not record"):
         autoshard.plan(clipped(late=True), {"tp": 2}, (X,))
 
 

@@ -202,7 +202,7 @@ def test_text_of_a_test_for_infinities() -> None:
 linear = aten.linear.default(x, p_linear_weight, p_linear_bias)
 isfinite = aten.isfinite.default(linear)
 all_1 = aten.all.default(isfinite)
-_ = aten._assert_async.msg(all_1, 'test_conditions.py: a number is infinite or NaN; the compiled program is for finite \
+_ = aten._assert_async.msg(all_1, 'test_conditions.py: a number is infinite or NaN, but the compiled program is for finite \
 numbers: if not torch.isfinite(y).all():')
 mul = aten.mul.Tensor(linear, 2)
 return mul"""

@@ -255,17 +255,17 @@ def drawn(x: Tensor, hit: Tensor) -> Tensor:
 
 
 REFUSED: dict[Callable[[Tensor, Tensor], Tensor], str] = {
-    counted: "otherwise than by `for row in tensor:`",
+    counted: "neither `for row in tensor:`",
     rebound: "assigns 'out'",
     collected: "assigns 'parts'",
     appended: "assigns 'seen'",
     in_a_dict: r"assigns 'seen\[int\(row\)\]'",
     on_an_object: "assigns 'state.seen'",
-    left_early: "left before its end",
+    left_early: "ends early",
     number_of_hits: "assigns 'count'",
-    comprehended: "otherwise than by `for row in tensor:`",
-    kept_list: "or `for row in tensor.tolist",
-    drawn: "random numbers are drawn",
+    comprehended: "neither `for row in tensor:`",
+    kept_list: "nor `for row in tensor.tolist",
+    drawn: "draws random numbers. Draw them before the loop",
 }
 
 

@@ -148,9 +148,9 @@ class Shared(nn.Module):
     [
         (
             "reads",
-            r"reads (buffer|constant) 'part', which shares its memory with parameter 'linear.weight'.* clone\(\)",
+            r"reads (buffer|constant) 'part', which shares memory with parameter 'linear.weight'.* clone\(\)",
         ),
-        ("writes", r"writes into tensors of the model that share memory, 'sums' and 'part'"),
+        ("writes", r"writes to tensors of the model that share memory, 'sums' and 'part'"),
     ],
 )
 def test_shared_memory_is_refused(where: str, does: str, text: str) -> None:

@@ -45,9 +45,9 @@ def saved(y: Tensor) -> Tensor:
     return y.sum()
 
 
-VALUES = "hands the values of a tensor to NumPy, SciPy, another library or a file .*outside of the compiled module"
+VALUES = "passes the values of a tensor to NumPy, SciPy, another library or a file .*outside the compiled module"
 NUMBER = "returns a number that it reads from a tensor .*Return the tensor"
-TRANSFORM = "a transform of torch.func .*Compute the gradient outside"
+TRANSFORM = "tensors of the model with torch.func .*Compute the gradient outside"
 TEXTS: dict[str, tuple[Callable[[nn.Linear, Tensor, Tensor], Any], str]] = {
     "numpy": (lambda _, y, x: y[torch.as_tensor(y.detach().numpy().argmin(0))].sum(), VALUES),
     "asarray": (lambda _, y, x: y[torch.as_tensor(np.asarray(y.detach()).argmin(0))].sum(), VALUES),
@@ -57,7 +57,7 @@ TEXTS: dict[str, tuple[Callable[[nn.Linear, Tensor, Tensor], Any], str]] = {
     "item in a dictionary": (lambda _, y, x: (y.sum(), {"loss": y.sum().item()}), NUMBER),
     "float": (lambda _, y, x: {"all": y.sum(), "of": [float(y.sum())]}, f"{NUMBER}|depends on the values"),
     "tolist": (lambda _, y, x: (y.sum(), y.argmax(-1).tolist()), NUMBER),
-    "text": (lambda _, y, x: (y.sum(), f"{y.sum().item():.3f}"), "writes a number of a tensor as text"),
+    "text": (lambda _, y, x: (y.sum(), f"{y.sum().item():.3f}"), "formats the value of a tensor as text"),
     "grad": (lambda up, y, x: y.sum() + torch.func.grad(loss(up, x))(up.weight).sum(), TRANSFORM),
     "jvp": (lambda up, y, x: y.sum() + torch.func.jvp(loss(up, x), (up.weight,), (up.weight,))[1], TRANSFORM),
     "vjp": (lambda up, y, x: y.sum() + torch.func.vjp(loss(up, x), up.weight)[1](y.sum())[0].sum(), TRANSFORM),
@@ -132,7 +132,7 @@ class Mean(nn.Module):
 def test_observers_of_rows() -> None:
     """Their first call resizes buffers; the control has had that call."""
     model = Mean(observed())
-    with pytest.raises(CaptureError, match=r"inner\.1\.weight_fake_quant.*Call the model once before compiling"):
+    with pytest.raises(CaptureError, match=r"inner\.1\.weight_fake_quant.*call the model once before compiling"):
         compiled(copy.deepcopy(model))
     model(X)
     sharded, plain = compiled(copy.deepcopy(model)), model

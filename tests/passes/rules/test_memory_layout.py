@@ -48,5 +48,5 @@ def test_windows_on_memory(name: str, ranks: int) -> None:
 )
 def test_memory_of_others_is_refused(fn: Callable[[Tensor], Tensor]) -> None:
     net = Net(fn)
-    with pytest.raises(CaptureError, match="counts in the memory of a tensor that does not fill it"):
+    with pytest.raises(CaptureError, match="indexes the memory of a tensor that does not fill"):
         autoshard.plan(net, {"tp": 2}, (torch.randn(4, 6),))

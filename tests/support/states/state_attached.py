@@ -182,7 +182,7 @@ class Doubled(nn.Parameter):
 def parameters_that_compute_otherwise_are_refused(mesh: autoshard.Mesh) -> None:
     model = Reading().double()
     model.b.bias = Doubled(model.b.bias.detach())
-    with refused("parameter 'b.bias' is a Doubled, whose class defines __mul__ anew"):
+    with refused("parameter 'b.bias' is a Doubled, whose class overrides __mul__"):
         autoshard.compile(model, mesh, (rows(),))
     model = Reading().double()
     model.b.weight.flat = model.b.weight.detach().view(-1)  # type: ignore[attr-defined]

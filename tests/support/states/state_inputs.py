@@ -59,7 +59,7 @@ def inputs_that_are_not_dense(mesh: autoshard.Mesh) -> None:
 def inputs_of_another_dtype_or_device(mesh: autoshard.Mesh) -> None:
     model, sharded = pair(mesh, lambda: Of(lambda lin, x: lin(x)), rows())
     with refused(
-        r"lin \(\S+:\d+\): aten.linear.default takes operands of one dtype and gets torch.float16 and torch.float64; .* "
+        r"lin \(\S+:\d+\): aten.linear.default needs operands of one dtype and gets torch.float16 and torch.float64; .* "
         r"The module was compiled for input 'inputs\[0\]' with float64, and got float16"
     ):
         sharded(rows().half())
@@ -117,7 +117,7 @@ def a_dict_of_transformers_that_the_forward_changes(mesh: autoshard.Mesh) -> Non
         full(m(given)).backward()
     close(dicts[1].last_hidden_state, dicts[0].last_hidden_state)
     same_gradients(sharded, model)
-    with refused("changes a BaseModelOutput that is among its arguments twice", RuntimeMismatchError):
+    with refused("changes a BaseModelOutput that is passed twice", RuntimeMismatchError):
         sharded(dicts[0], dicts[0])
 
 

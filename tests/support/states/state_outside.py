@@ -131,7 +131,7 @@ def globals_that_are_parts(mesh: autoshard.Mesh) -> None:
         close(b, a)
     assert GLOBALS.encoder.training, "the user's own module stays as it was"
     twin = copy.deepcopy(module)
-    with refused("a parameter that a sharded module took over when it was compiled"):
+    with refused("a parameter of a model that was compiled"):
         twin(rows(3))
 
 
