@@ -173,7 +173,7 @@ def _least_memory_plans(planner: Planner, budget: float, at_end: bool, rounds: i
     for number in range(rounds):
         assignment = planner.least(excess, max(TIE_BYTES_PER_SECOND, SECOND_PRICES[number % len(SECOND_PRICES)] * rate))
         program, memory = lower_and_simulate(assignment, planner.optimizer, planner.micro_batches_held)
-        log.info("the least held in a mean of moments: peak %.4g B", memory.peak)
+        log.info("least mean memory over moments: peak %.4g B", memory.peak)
         yield program, memory
         if memory.peak <= budget:
             planner.forget_cuts()
@@ -197,7 +197,7 @@ def _quicker_plans(planner: Planner, budget: float, excess: np.ndarray, seconds:
     for _ in range(QUICKER_ROUNDS):
         assignment = planner.least(excess, price)
         program, memory = lower_and_simulate(assignment, planner.optimizer, planner.micro_batches_held)
-        log.info("peak %.4g B, budget %.4g B where a second is worth %.4g B", memory.peak, budget, price)
+        log.info("peak %.4g B, budget %.4g B, with a second priced at %.4g B", memory.peak, budget, price)
         yield program, memory
         if memory.peak <= budget:
             low = price
@@ -240,11 +240,11 @@ def lower_and_simulate(assignment: Assignment, optimizer: str, micro_batches_hel
 def _budget_error(memory: Memory, budget: float, mesh: Mesh) -> str:
     largest = max(memory.at_peak, key=lambda part: memory.at_peak[part])
     helps = {
-        "activations": "recompute, a smaller batch per rank, micro-batches, or more ranks on an axis that cuts the batch or "
-        "the sequence",
-        "temporaries": "a smaller batch per rank, or more ranks on an axis that cuts the largest operation",
-    }.get(largest, "more ranks on an axis that may cut parameters, or an optimizer that keeps less")
+        "activations": "recompute, a smaller batch per rank, micro-batches, or more ranks on an axis that "
+        "shards the batch or the sequence",
+        "temporaries": "a smaller batch per rank, or more ranks on an axis that shards the largest operation",
+    }.get(largest, "more ranks on an axis that may shard parameters, or an optimizer with less state")
     return (
-        f"no plan within {show_bytes(budget, 4)} per rank was found on {mesh}: the least peak found is "
+        f"no plan within {show_bytes(budget, 4)} per rank was found on {mesh}. The least peak found is "
         f"{show_bytes(memory.peak, 4)}, at {memory.moment} ({memory.dominant()}). What helps: {helps}."
     )

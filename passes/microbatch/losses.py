@@ -27,8 +27,8 @@ def loss_output(graph: Graph, asked: str) -> tuple[int, dict[int, str]]:
     found = [i for i, type_ in outputs if type_ is not None and type_.grad and not type_.shape]
     if not found:
         raise PlanError(
-            f"{asked}: no output of the model is a scalar that carries a gradient. Its forward has to return one loss, because "
-            "forward and backward of a micro-batch run together."
+            f"{asked}: no output of the model is a scalar that carries a gradient. Its forward "
+            "must return one loss, because each micro-batch runs its forward and backward together."
         )
     names = output_names(graph.out_spec)
     loss = next((i for i in found if names.get(i) == "loss"), found[0])
@@ -139,10 +139,10 @@ def own_labels_reason(loss: Node, graph: Graph) -> str:
     """Error text: a mean over labels that the model computes does not divide into micro-batches."""
     maker = graph.producers.get(loss.argument("target").name)
     return (
-        f"{node_location(loss)} averages over those labels of the whole batch that count, and the model makes "
-        "the labels itself "
-        f"({node_location(maker)}): a micro-batch knows its own only. Use micro_batches=1; or make the labels outside of the "
-        'forward, and give them as an input; or take reduction="none", set to zero what is not to count, and average over all.'
+        f"{node_location(loss)} averages over the labels of the full batch that count, but the "
+        f"model makes the labels itself ({node_location(maker)}), and a micro-batch has only its "
+        'own. Use micro_batches=1, or pass the labels as an input. Or use reduction="none", set '
+        "losses that do not count to zero, and average over all."
     )
 
 

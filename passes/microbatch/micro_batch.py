@@ -145,7 +145,7 @@ def one_micro_batch(
     except PlanError as error:
         if graph.training:
             raise
-        log.info("without a backward, the whole batch at once: %s", error)
+        log.info("without a backward, the full batch runs at once: %s", error)
         return graph, None
 
 
@@ -173,8 +173,8 @@ def check_lengths(count: int, are_open: bool) -> None:
     """Raise :class:`PlanError` for several micro-batches with dynamic lengths."""
     if are_open and count > 1:
         raise PlanError(
-            f"micro_batches={count} with open lengths (dynamic) and a backward is not supported: leave out dynamic, and "
-            "other lengths are compiled for when they come"
+            f"micro_batches={count} with open lengths (dynamic) and a backward is not supported. "
+            "Leave out dynamic: other lengths are then compiled at their first call"
         )
 
 
@@ -182,10 +182,11 @@ def _check_separable(graph: Graph, count: int) -> None:
     check_lengths(count, bool(graph.symbols.read))
     if written := [i.fqn for i in graph.inputs if i.kind == "input" and i.fqn in graph.mutations]:
         raise PlanError(
-            f"{_request_text(count)}: the forward writes into its input {written[0]!r} in place; return the new value instead"
+            f"{_request_text(count)}: the forward writes to its input {written[0]!r} in "
+            "place. Return the new value instead"
         )
     if not graph.training and graph.mutations:  # they may be written in place, once
-        raise PlanError(f"micro_batches={count}: the forward writes {', '.join(graph.mutations)} of the whole batch")
+        raise PlanError(f"micro_batches={count}: the forward writes {', '.join(graph.mutations)} for the full batch")
 
 
 def _checked_separation(graph: Graph, count: int, asked: Mapping[str, Placement]) -> Separation:
@@ -212,8 +213,8 @@ def _refuse_repeated_work(graph: Graph, again: Sequence[Node], count: int) -> No
         if (loss := averaged_loss(node, graph)) is not None and node.inputs[1] in made:
             raise PlanError(f"micro_batches={count}: {own_labels_reason(loss, graph)}")
     raise PlanError(
-        f"micro_batches={count}: every one would run {again[0]} of the whole batch ({node_location(again[0])}). Use "
-        "micro_batches=1, an operation that looks at each sample by itself, or give what it makes as an input."
+        f"micro_batches={count}: each micro-batch would run {again[0]} on the full batch ({node_location(again[0])}). "
+        "Use micro_batches=1 or an operation that works on each sample alone, or pass its result as an input."
     )
 
 
@@ -278,7 +279,7 @@ class _MicroBatchBuilder:
 
     def _as_input(self, name: str, source: str) -> Input:
         value = self.kinds[source]
-        return value if name == source else replace(value, name=name, fqn=f"{value.fqn} (whole batch)")
+        return value if name == source else replace(value, name=name, fqn=f"{value.fqn} (full batch)")
 
     def _input(self, name: str, dim: int | None) -> str:
         """The name of an input, divided along ``dim`` or not."""

@@ -214,23 +214,20 @@ class _SeparationNetwork:
             asked, shape = self.asked.get(i.name), types[i.name].shape
             if isinstance(asked, Shard) and asked.dim < len(shape) and shape[asked.dim] % count:
                 return (
-                    f"micro_batches={count}: by its hint dim {asked.dim} of {i.fqn!r}, of shape {list(shape)}, is the batch, "
-                    f"and a batch of {shape[asked.dim]} does not divide into {count}. Choose a number of micro-batches that "
-                    f"divides it, or pad it to a multiple of {count}."
+                    f"micro_batches={count}: the hint makes dim {asked.dim} of {i.fqn!r}, of shape {list(shape)}, "
+                    f"the batch, but {shape[asked.dim]} rows do not divide into {count} micro-batches. Choose a "
+                    f"number of micro-batches that divides it, or pad it to a multiple of {count}."
                 )
         if self.asked:
             named = ", ".join(f"{i.fqn!r}: {self.asked[i.name]}" for i in self.graph.inputs if i.name in self.asked)
             return (
-                f"micro_batches={count}: the model does not fall into micro-batches that take of the inputs what hints ask "
-                f"for ({named}). Name other dims for the axis {MICRO_BATCH!r}, or none: then they are found."
+                f"micro_batches={count}: the model cannot divide its inputs into micro-batches "
+                f"as the hints ask ({named}). Name other dims for the axis {MICRO_BATCH!r}, or "
+                "leave the hint out: the dims are then searched."
             )
         lengths = [types[i.name].shape[0] for i in self.graph.inputs if i.kind == "input" and types[i.name].shape]
         longest, others = max(lengths, default=0), any(n % count == 0 for n in lengths)
-        jagged = (
-            " If it holds the rows of jagged bags, these are no batch, and needed all at once: micro_batches=1."
-            if others
-            else ""
-        )
+        jagged = " If its rows are jagged bags, they are not a batch: use micro_batches=1." if others else ""
         for i in self.graph.inputs:
             shape = types[i.name].shape
             if i.kind == "input" and shape and shape[0] % count and shape[0] > min(1, longest - 1):  # 1 is no batch
@@ -243,12 +240,12 @@ class _SeparationNetwork:
         for fqn in self.graph.mutations:
             if self._divided(len(self.graph.nodes), [f"mutation:{fqn}"]) is None:
                 return (
-                    f"micro_batches={count}: {fqn!r} is written with a value of the whole batch, such as a mean over it, and a "
-                    "micro-batch sees its own part only. Use micro_batches=1, or write what each sample gives by itself."
+                    f"micro_batches={count}: {fqn!r} is written with a value of the full batch, such as a mean, but "
+                    "a micro-batch has only its own samples. Use micro_batches=1, or write a value of each sample."
                 )
         return (
-            f"micro_batches={count}: the loss does not come out as a sum over micro-batches. Every operation on the way "
-            "to it has to look at each sample by itself, and the last one to add up or average over the batch."
+            f"micro_batches={count}: the loss is not a sum over micro-batches. Every operation before "
+            "it must work on each sample alone, and only the last may sum or average over the batch."
         )
 
     def _culprit(self) -> Node | None:
@@ -298,18 +295,18 @@ class _SeparationNetwork:
         needed = sums or [n for n, p in reads.items() if p != R] or [*(reads or node.inputs)]
         if is_random(node):
             return (
-                f"{node_location(node)} draws numbers, and the values of the whole batch say how many each sample takes: a "
-                "micro-batch would draw others. Use micro_batches=1, or a layer that draws one number for each element."
+                f"{node_location(node)} draws numbers, and values of the full batch decide how many each sample takes, "
+                "so a micro-batch would draw others. Use micro_batches=1, or a layer that draws one number per element."
             )
         balancing = (
-            " A loss that balances experts multiplies two means over the batch: leave it out (transformers: "
-            "output_router_logits=False)."
+            " A load-balancing loss of experts multiplies two means over the batch: leave it out "
+            "(transformers: output_router_logits=False)."
         )
         return (
-            f"{node_location(node)}{self._term_with(node)} needs {', '.join(needed)} of the whole batch in the "
-            "middle of the model, "
-            "and a micro-batch sees its own part only. Use micro_batches=1, or an operation that looks at each sample by "
-            f"itself.{balancing if len(sums) > 1 else ''}"
+            f"{node_location(node)}{self._term_with(node)} needs {', '.join(needed)} of the full "
+            "batch in the middle of the model, but a micro-batch has only its own samples. Use "
+            "micro_batches=1, or an operation that works on each sample "
+            f"alone.{balancing if len(sums) > 1 else ''}"
         )
 
     def _term_with(self, node: Node) -> str:

@@ -103,8 +103,8 @@ class BoundarySearch:
         """
         if self.stages > len(self.pieces):
             raise PlanError(
-                f"{self.stages} stages need as many parts, but the graph can be cut into {len(self.pieces)} at most: "
-                "use fewer ranks along the axis of stages, or fewer stages per rank"
+                f"{self.stages} stages were asked for, but the graph can be split into {len(self.pieces)} "
+                "at most. Use fewer ranks along the axis of stages, or fewer stages per rank"
             )
         distinct = {id(span_seconds): span_seconds for span_seconds in self.span_seconds}.values()
         bounds = np.unique(np.concatenate([span_seconds[np.isfinite(span_seconds)] for span_seconds in distinct]))
@@ -413,7 +413,8 @@ class BoundarySearch:
         kept, state = (float(self._sums(what)[0, -1]) for what in ("least", "state"))
         least = (min(self.flying) * kept / self.chunks + state) / self.ranks
         return (
-            f"no cut into {self.stages} stages stays within {show_bytes(self.budget, 4)} per rank: spread evenly they hold "
-            f"at least {show_bytes(least, 4)}, and {max(self.flying)} micro-batches are in flight on the first rank. What "
-            "helps: smaller micro-batches, recompute, more stages, or more ranks on an axis that cuts parameters."
+            f"no split into {self.stages} stages stays within {show_bytes(self.budget, 4)} per "
+            f"rank. Spread evenly, they hold at least {show_bytes(least, 4)}, with "
+            f"{max(self.flying)} micro-batches in flight on the first rank. What helps: smaller "
+            "micro-batches, recompute, more stages, or more ranks on an axis that shards parameters."
         )

@@ -145,12 +145,12 @@ def schedule_refusal(schedule: str, ranks: int, batches: int, chunks: int = 1, t
     if not training:
         return ""
     if chunks > 1 and schedule in ("gpipe", "1f1b"):
-        return f"schedule {schedule!r} has one stage per rank, not {chunks}: use 'interleaved' or 'zero_bubble'"
+        return f"schedule {schedule!r} has one stage per rank, not {chunks}. Use 'interleaved' or 'zero_bubble'"
     rounds = max(1, batches // ranks)
     if schedule in ("interleaved", "zero_bubble") and batches % rounds:
         return (
-            f"schedule {schedule!r} runs the micro-batches in {rounds} rounds of at least {ranks}, one per rank: "
-            f"{batches} do not divide by {rounds}; use {batches - batches % rounds}"
+            f"schedule {schedule!r} runs the micro-batches in {rounds} rounds of at least {ranks}, "
+            f"one per rank, but {batches} do not divide by {rounds}. Use {batches - batches % rounds}"
         )
     return ""
 

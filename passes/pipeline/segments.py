@@ -300,7 +300,7 @@ def stage_boundaries(
         return ()
     if len(pieces.places) + 1 < count:
         own = sum(n.name not in pieces.duplicable for n in graph.nodes)
-        raise PlanError(f"{count} stages: the model has {own} operations to cut between. Ask for fewer stages.")
+        raise PlanError(f"{count} stages: the model has only {own} operations to split between. Ask for fewer stages.")
 
     def shortest(places: Sequence[int], limit: float) -> tuple[Boundaries, list[int]]:
         found = pieces.cutting(pieces.between(places), schedule, ranks, batches, chunks, limit).shortest()
@@ -351,8 +351,9 @@ def boundaries_from_homes(pieces: SegmentedGraph, homes: Mapping[str, tuple[int,
     for fqn in graph.mutations:
         if len(held := homes.get(fqn, ())) > 1:
             raise PlanError(
-                f"stages: {fqn!r} is written by this call, and the call that the stages were made for left copies in stages "
-                f"{', '.join(map(str, held))}. Compile with an example of the call that writes it, or ask for fewer stages."
+                f"stages: this call writes {fqn!r}, but the call that the stages were made for "
+                f"left copies in stages {', '.join(map(str, held))}. Compile with an example of "
+                "the call that writes it, or ask for fewer stages."
             )
     kept = (i for i in graph.inputs if i.kind in ("parameter", "buffer"))
     stages = {i.name: frozenset(homes[i.fqn]) for i in kept if i.fqn in homes}
@@ -366,8 +367,8 @@ def boundaries_from_homes(pieces: SegmentedGraph, homes: Mapping[str, tuple[int,
         if least is None:
             read = sorted({k for n in node.inputs for k in stages.get(n, ())})
             raise PlanError(
-                f"stages: {node.op} in {node.fqn or '(root)'} at {node.source} reads a parameter of stage {read[0]} after "
-                f"one of stage {max(stage, read[-1])}, other than in the call that the stages were made for"
+                f"stages: {node.op} in {node.fqn or '(root)'} at {node.source} reads a parameter of stage {read[0]} "
+                f"after one of stage {max(stage, read[-1])}, unlike in the call that the stages were made for"
             )
         found += [place] * (least - stage)
         stage = least

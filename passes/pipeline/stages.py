@@ -130,7 +130,7 @@ class _StageCutter:
         self.graph, self.boundaries, self.idle = graph, tuple(boundaries), idle
         ends = (0, *self.boundaries, len(graph.nodes))
         if list(ends) != sorted(ends if idle else set(ends)):
-            raise PlanError(f"{len(ends) - 1} stages of {len(graph.nodes)} operations cannot be cut at {boundaries}")
+            raise PlanError(f"{len(ends) - 1} stages of {len(graph.nodes)} operations cannot be split at {boundaries}")
         self.last = len(ends) - 2
         self.home = {n.name: k for k in range(len(ends) - 1) for n in graph.nodes[ends[k] : ends[k + 1]]}
         self.duplicated = pieces.duplicable - self._sent_to_readers(pieces)
@@ -239,8 +239,8 @@ class _StageCutter:
         if type_.unknown or type_.number is not None:
             node = self.graph.producers[name]
             raise PlanError(
-                f"stages: {name}, {type_}, made by {node.op} in {node.fqn or '(root)'} at {node.source}, would cross from "
-                "one stage to the next, and its length depends on the data. Cut elsewhere, or ask for fewer stages."
+                f"stages: the length of {name}, {type_}, made by {node.op} in {node.fqn or '(root)'} at "
+                f"{node.source}, depends on the data, so it cannot be sent to the next stage. Ask for fewer stages."
             )
 
     def _stage(self, k: int, nodes: tuple[Node, ...], crossing: Sequence[tuple[str, ...]]) -> Stage:
@@ -277,8 +277,8 @@ class _StageCutter:
             homes = [s.number for s in stages.each if any(i.fqn == fqn and s.reads(i.name) for i in s.graph.inputs)]
             if len(homes) > 1:
                 raise PlanError(
-                    f"stages: {fqn!r} is written by the forward, and read in stages {', '.join(map(str, homes))}. "
-                    "Cut elsewhere, ask for fewer stages, or return the new value instead."
+                    f"stages: the forward writes {fqn!r}, which stages {', '.join(map(str, homes))} "
+                    "read. Ask for fewer stages, or return the new value instead."
                 )
 
 

@@ -151,23 +151,23 @@ class Constraint:
         for axis, p in self.axes or ((None, self.anywhere),):
             where = f" on axis {axis!r}" if axis else ""
             if isinstance(p, Shard) and p.dim < 0:
-                raise HintError(f"hint {self.pattern!r}: {p}{where} counts from the end; give the dim as 0 or more")
+                raise HintError(f"hint {self.pattern!r}: {p}{where} counts from the end. Give the dim as 0 or more")
             if isinstance(p, Shard) and p.dim >= len(type_.shape):
                 raise HintError(
                     f"hint {self.pattern!r} asks for Shard({p.dim}){where}, but {kind} {self.name!r} has "
                     f"{len(type_.shape)} dims, shape {list(type_.shape)}. "
-                    + (f"Use Shard(0) to Shard({len(type_.shape) - 1})." if type_.shape else "A scalar stays whole.")
+                    + (f"Use Shard(0) to Shard({len(type_.shape) - 1})." if type_.shape else "A scalar is replicated.")
                 )
             if isinstance(p, Shard) and kind == "buffer" and reassigned:
                 raise HintError(
-                    f"hint {self.pattern!r} asks for {p}{where}, but the forward sets buffer {self.name!r} anew, in another "
-                    "shape or dtype: such a buffer is kept whole on every rank. Leave it out of the pattern, use Replicate(), "
-                    "or write into it in place."
+                    f"hint {self.pattern!r} asks for {p}{where}, but the forward replaces buffer "
+                    f"{self.name!r} by another shape or dtype, so it is replicated. Leave it out "
+                    "of the pattern, use Replicate(), or write to it in place."
                 )
             if isinstance(p, Partial) and kind in ("parameter", "buffer", "input"):
                 raise HintError(
-                    f"hint {self.pattern!r} asks for Partial{where}, but {kind} {self.name!r} is given whole or in "
-                    "shards. Use Shard(d) or Replicate()."
+                    f"hint {self.pattern!r} asks for Partial{where}, but {kind} {self.name!r} is "
+                    "replicated or sharded. Use Shard(d) or Replicate()."
                 )
 
 
@@ -259,15 +259,17 @@ def micro_batch_placements(
     given = {pattern: {MICRO_BATCH: hint[MICRO_BATCH]} for pattern, hint in given.items() if MICRO_BATCH in hint}
     if given and mesh is not None and MICRO_BATCH in mesh.axes:
         raise HintError(
-            f"hint {next(iter(given))!r} names axis {MICRO_BATCH!r}, which is time and an axis of the mesh: rename that"
+            f"hint {next(iter(given))!r} names axis {MICRO_BATCH!r}, which means "
+            "micro-batches but is also an axis of the mesh. Rename the mesh axis"
         )
     found = resolve_hints(given, graph, Mesh({MICRO_BATCH: 1}), known=known)
     kinds = {i.name: i.kind for i in graph.inputs}
     for name, constraint in found.items():
         if kinds.get(name) != "input":
             raise HintError(
-                f"hint {constraint.pattern!r} names axis {MICRO_BATCH!r}, along which micro-batches take parts of inputs, "
-                f"but {constraint.name!r} is no input. Inputs: {', '.join(i.fqn for i in graph.inputs if i.kind == 'input')}"
+                f"hint {constraint.pattern!r} names axis {MICRO_BATCH!r}, along which inputs are "
+                f"divided into micro-batches, but {constraint.name!r} is not an input. Inputs: "
+                f"{', '.join(i.fqn for i in graph.inputs if i.kind == 'input')}"
             )
     return {name: dict(constraint.axes)[MICRO_BATCH] for name, constraint in found.items()}
 
@@ -294,11 +296,11 @@ def _constraint(pattern: str, name: str, asked: Any, mesh: Mesh) -> Constraint:
 def _check_hint(pattern: str, hint: Any, mesh: Mesh) -> None:
     placement = Shard | Replicate | Invariant | Partial
     if not isinstance(pattern, str):
-        raise HintError(f"hint {pattern!r} is no pattern: name a parameter, buffer, input or module")
+        raise HintError(f"hint {pattern!r} is not a pattern: name a parameter, buffer, input or module")
     if isinstance(hint, Mapping):
         for axis, p in hint.items():
             if axis not in mesh.axes:
-                raise HintError(f"hint {pattern!r} names axis {axis!r}; the mesh has {', '.join(mesh.axes)}")
+                raise HintError(f"hint {pattern!r} names axis {axis!r}, but the mesh has {', '.join(mesh.axes)}")
             if not isinstance(p, placement):
                 raise HintError(f"hint {pattern!r}: {p!r} on axis {axis!r} is not Shard(d), Replicate() or Partial()")
     elif not isinstance(hint, placement) and hint not in HINT_STYLES:
@@ -327,8 +329,8 @@ def _hint_targets(pattern: str, hint: Any, graph: Graph) -> list[tuple[str, str,
         if not isinstance(hint, str):
             if module not in running:
                 raise HintError(
-                    f"hint {pattern!r}: module {module!r} {_why_no_output(graph, module)}, so it has no output that could "
-                    f"lie as {hint!r}. Hint its parameters, or modules in it"
+                    f"hint {pattern!r}: module {module!r} {_why_no_output(graph, module)}, so it "
+                    f"has no output to lay out as {hint!r}. Hint its parameters, or modules in it"
                 )
             found.append((module, "module", hint))
             continue
@@ -432,14 +434,14 @@ def fixed_parameters(parameters: Mapping[str, Layout], graph: Graph) -> dict[str
             type_, layout = graph.types[value.name], parameters[value.fqn]
             grad, unread = type_.grad, not graph.uses[value.name]
             if not unread and ((layout.owner and not type_.tables) or (layout.grouped and type_.parts is None)):
-                how = "whole on one rank" if layout.owner else "with every part of a dim cut"
-                what = "one of several embedding tables or experts" if layout.owner else "a projection of several parts"
+                how = "stored on one rank" if layout.owner else "sharded segment by segment"
+                what = "one of several embedding tables or experts" if layout.owner else "a fused projection"
                 alike = ', or {"experts.*": "replicate"} for all experts of a list' if layout.owner else ""
                 raise PlanError(
-                    f"parameter {value.fqn!r} lies {how} ({layout}), and this call does not read it as {what}: it may run "
-                    "another part of the model, or experts under autocast. Keep it otherwise, by "
-                    f'hints={{{value.fqn!r}: "replicate"}}{alike}, or like=, or compile in the state of this call (mode, '
-                    "autocast, arguments), whose plan then serves the others."
+                    f"parameter {value.fqn!r} is {how} ({layout}), but this call does not read it as "
+                    f"{what}. It may run another part of the model, or experts under autocast. Change its "
+                    f'layout by hints={{{value.fqn!r}: "replicate"}}{alike} or by like=. Or compile in the '
+                    "state of this call (mode, autocast, arguments), and its plan serves the other calls."
                 )
             placements = (normalize_placement(p, grad) for p in layout.placements)  # I and R differ in the gradient
             axes = tuple(zip(layout.mesh.axes, placements, strict=True))

@@ -121,14 +121,14 @@ class MomentCut:
 def _infeasible_message(constraints: Mapping[str, Constraint | DimLimit], mesh: Mesh) -> str:
     """Error text: a named strategy leaves some operation no layouts, with or without hints."""
     hints = sorted({f"{c.pattern!r} (on {c.name})" for c in constraints.values() if isinstance(c, Constraint)})
-    what = "like= and hints= ask for cannot be met together" if hints else "like= asks for cannot be met"
+    what = "like= and hints= cannot be met together" if hints else "like= cannot be met"
     told = f" Hints: {', '.join(hints[:3])}{f' and {len(hints) - 3} more' if len(hints) > 3 else ''}." if hints else ""
     less = (
         [f"like= for one axis of the mesh, such as like={{{mesh.axes[-1]!r}: 'megatron-sp'}}"] if mesh.ndim > 1 else []
     )
     less += ["fewer hints"] if hints else []
-    ask = f"Ask for less: {', or '.join(less)}" if less else "Ask for another plan, or none"
-    return f"what {what}: an operation is left without layouts that its neighbours can give or take.{told} {ask}."
+    ask = f"Ask for less: {', or '.join(less)}" if less else "Ask for another strategy, or none"
+    return f"{what}: an operation has no layouts left that its neighbours can give or take.{told} {ask}."
 
 
 @dataclass(frozen=True)

@@ -95,9 +95,9 @@ def _matched_modules(graph: Graph, patterns: Mapping[str, bool]) -> dict[str, st
     Outermost, since the ``*`` of ``layers.*`` matches everything inside a layer, too.
     """
     if wrong := [f"{pattern!r}: {what!r}" for pattern, what in patterns.items() if not isinstance(what, bool)]:
-        raise HintError(f"recompute: {wrong[0]} is neither True (computed again) nor False (kept)")
+        raise HintError(f"recompute: {wrong[0]} is neither True (recomputed) nor False (kept)")
     if unnamed := [pattern for pattern in patterns if not isinstance(pattern, str)]:
-        raise HintError(f"recompute: {unnamed[0]!r} is no pattern of modules, such as 'layers.*'")
+        raise HintError(f"recompute: {unnamed[0]!r} is not a pattern of modules, such as 'layers.*'")
     found: dict[str, str] = {}
     used: set[str] = set()
     for node in graph.nodes:

@@ -307,8 +307,8 @@ def _cached_redistribution(
         return _restore_fixed(a, plan_redistribution(without_fixed(a), without_fixed(b), shape, mesh, *rest))
     if a.fixed or b.fixed:
         raise LayoutError(
-            f"no sequence of steps leads from {a} to {b}: along an axis one rank owns the whole tensor, or all parts of a dim "
-            "are cut"
+            f"no sequence of steps leads from {a} to {b}: along an axis, one rank owns the full "
+            "tensor, or all segments of a dim are sharded"
         )
     if reshaped is not None:
         return plan_reshaped(a, b, shape, reshaped, mesh, *rest[:-1])

@@ -77,10 +77,14 @@ class Redistribution:
         lines = [f"{head}: {total}, {self.seconds * 1e6:.3g} µs, peak {self.peak_numel} elements"]
         lines += [f"  {i}. {step}" for i, step in enumerate(self.steps, 1)]
         if not self.minimal:
-            lines.append("  too many axes change at once for one search: planned in parts, perhaps not the cheapest")
+            lines.append(
+                "  too many axes change for one search, so they were planned one after another, "
+                "perhaps not at least cost"
+            )
         if self.gathered:
             lines.append(
-                f"  gathered for the reshape, whose shapes have no factor to cut in common: {', '.join(self.gathered)}"
+                "  gathered for the reshape, because the shapes have no common factor to "
+                f"shard: {', '.join(self.gathered)}"
             )
         return "\n".join(lines)
 
@@ -203,7 +207,7 @@ def check_layouts(
     for layout, shape in (src, dst):
         layout.check(shape)
         if layout.mesh != mesh:
-            raise LayoutError(f"{layout} lies on the mesh ({layout.mesh}), not on ({mesh})")
+            raise LayoutError(f"{layout} is on the mesh ({layout.mesh}), not on ({mesh})")
     if minimize not in ("bytes", "seconds"):
         raise LayoutError(f"minimize={minimize!r} is not 'bytes' or 'seconds'")
 
@@ -213,7 +217,7 @@ def unsharded_kinds(layouts: Sequence[Layout], grad: bool) -> tuple[str, ...]:
     ops = {p.op for x in layouts for p in x.placements if isinstance(p, Partial)}
     extreme = tuple(op for op in ("max", "min") if op in ops)
     if extreme and grad:
-        raise LayoutError(f"Partial({extreme[0]!r}) has no gradient; it exists in the forward only")
+        raise LayoutError(f"Partial({extreme[0]!r}) has no gradient and exists in the forward only")
     return ("R", "I", "P") if grad else ("R", "P", *extreme)
 
 

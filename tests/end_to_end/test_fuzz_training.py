@@ -67,7 +67,7 @@ def test_errors_and_refusals_are_told_apart() -> None:
     norm = replace(PLAIN, source=replace(PLAIN.source, after=("h = self.bn0(h.transpose(1, 2)).transpose(1, 2)",)))
     found = ran(norm)
     assert found.kind == "refused"
-    assert "of the whole batch" in found.text
+    assert "of the full batch" in found.text
     assert ran(replace(PLAIN, source=replace(PLAIN.source, loss="loss = h.nothing()"))).kind == "no model"
     assert ran(replace(PLAIN, script=(*PLAIN.script, ("nothing",)))).kind == "no model"
 

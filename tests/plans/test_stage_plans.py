@@ -178,7 +178,7 @@ def test_a_heavy_head_has_fewer_layers_beside_it(graph: Graph) -> None:
 
 def test_more_stages_than_operations_are_refused(graph: Graph) -> None:
     pieces = SegmentedGraph(graph, Mesh({"tp": 2}), Mesh({"pp": 2, "tp": 2}).link("pp"))
-    with pytest.raises(PlanError, match="operations to cut between"):
+    with pytest.raises(PlanError, match="operations to split between"):
         stage_boundaries(pieces, "1f1b", 1000, 8)
 
 

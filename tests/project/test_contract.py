@@ -244,7 +244,7 @@ NOT_TAKEN: dict[str, tuple[Callable[[], Any], str]] = {
         "3 is neither a name nor a multiple",
     ),  # type: ignore[dict-item]
     "recompute": (lambda: compiled(recompute={"up": "x"}), "recompute: 'up': 'x' is neither True"),
-    "recompute a number": (lambda: compiled(recompute={3: True}), "recompute: 3 is no pattern of modules"),  # type: ignore[dict-item]
+    "recompute a number": (lambda: compiled(recompute={3: True}), "recompute: 3 is not a pattern of modules"),  # type: ignore[dict-item]
     "batch": (lambda: autoshard.plan(Net(), {"tp": 2}, (X,), batch=0), "batch=0: a number of rows is an int"),
     "no rows": (lambda: autoshard.plan(Net(), {"tp": 2}, (3,), batch=2), "batch=2: no example input has rows"),
     "no steps": (lambda: autoshard.verify(Net(), {"tp": 2}, (X,), steps=0), "steps is 0: at least one step is needed"),

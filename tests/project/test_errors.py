@@ -142,7 +142,7 @@ def test_unknown_hint_pattern() -> None:
 def test_hint_by_number() -> None:
     asked: dict[Any, Any] = {0: Shard(0)}
     assert message(Net(), compiled(asked), autoshard.HintError) == (
-        "hint 0 is no pattern: name a parameter, buffer, input or module"
+        "hint 0 is not a pattern: name a parameter, buffer, input or module"
     )
 
 

@@ -172,7 +172,7 @@ def test_a_plan_differs_from_itself_in_nothing() -> None:
 def test_what_cannot_be_as_the_expert_has_it_is_told() -> None:
     many = planned("ddp", {"dp": 512})
     assert many.notes[0] == (
-        "like='ddp' on dp: a batch of 256 cannot be cut over 512 ranks, so that every rank does all the work"
+        "like='ddp' on dp: a batch of 256 cannot be sharded over 512 ranks, so every rank does all the work"
     )
     assert many.cost.flops_per_rank == many.cost.flops
 

@@ -95,9 +95,9 @@ def _convert_per_call(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor
                 if (before.dtype, before.device) == (after.dtype, after.device):
                     continue
                 log.warning(
-                    "the forward converts %r of a %s to %s. The compiled module repeats this in every "
-                    "call and keeps it in %s. To store it converted, convert the module before compiling.", name, type(module).__name__,
-                    after.dtype, before.dtype,
+                    "the forward converts %r of a %s to %s. The compiled module repeats this in every call and keeps it in %s. "
+                    "To store it converted, convert the module before compiling.",
+                    name, type(module).__name__, after.dtype, before.dtype,
                 )  # fmt: skip
                 tensors[name] = after  # type: ignore[assignment]
     return self

@@ -107,12 +107,12 @@ def style_of(pattern: str, given: Any) -> Style:
             return MODULE_STYLES[name]
         return Style(MODULE_STYLES[name].cuts, Shard(placed.dim) if placed.is_shard() else Replicate())
     if given in EXPERT_STYLES:
-        raise PlanError(f"like: {pattern!r} is {given!r}, which parallelises over experts: that is not there yet")
+        raise PlanError(f"like: {pattern!r} is {given!r}, but expert parallelism by module is not supported yet")
     if not isinstance(given, str) or given not in MODULE_STYLES:
         near = difflib.get_close_matches(str(given), MODULE_STYLES, n=1)
         meant = f"; do you mean {near[0]!r}?" if near else "."
         raise PlanError(
-            f"like: {pattern!r} is {given!r}, which is no style{meant} There are {', '.join(MODULE_STYLES)}"
+            f"like: {pattern!r} is {given!r}, which is not a style{meant} Known: {', '.join(MODULE_STYLES)}"
         )
     return MODULE_STYLES[given]
 

@@ -81,7 +81,9 @@ def table_requests(
     for name in tables:
         nodes, shape = graph.uses[name], graph.types[name].shape
         if short := [d for d in dims if d != OWNER_DIM and int(shape[d]) < ranks]:
-            left[name] = f"dim {short[0]}, of length {shape[short[0]]}, leaves some of {ranks} ranks without a part"
+            left[name] = (
+                f"dim {short[0]}, of length {shape[short[0]]}, would leave some of {ranks} ranks without a shard"
+            )
         elif all(_looks_up(n, name) and label in {s.label for s in axis_strategies(n, graph)} for n in nodes):
             found[name] = dims
             asked |= {n.name: how for n in nodes}
@@ -98,17 +100,14 @@ def _unplaced_reason(name: str, nodes: Sequence[Node], label: str, tables: int) 
     """Why ``label`` cannot shard the look-ups in a table, or all that reads it."""
     for node in nodes:
         if not _looks_up(node, name):
-            return f"{node.op} in {node.fqn or '(root)'} reads it, too, which is no look-up"
+            return f"{node.op} in {node.fqn or '(root)'} reads it as well, and is not a look-up"
     if any(node.argument("scale_grad_by_freq", False) for node in nodes):
-        return "gradients are scaled by how often a row is read in the whole batch"
+        return "gradients are scaled by the frequency of a row in the full batch"
     if label == TABLE_WISE_LABEL and tables == 1:
-        return "there is no other table, and two are needed"
+        return "two tables are needed, and there is only one"
     if label == TABLE_WISE_LABEL:
-        return (
-            "two tables or more are needed that are looked up alone, for one row per element of the batch, by indices that "
-            "come from the inputs"
-        )
-    return "more is read of a look-up than what it finds"
+        return "two or more tables are needed that only look-ups read, one row per sample, with indices from the inputs"
+    return "the graph reads more of a look-up than the rows found"
 
 
 def unplaced_note(left: dict[str, str], graph: Graph) -> str:
@@ -118,5 +117,5 @@ def unplaced_note(left: dict[str, str], graph: Graph) -> str:
     for why in dict.fromkeys(left.values()):
         tables = [names[n] for n, other in left.items() if other == why]
         more = f" and {len(tables) - MAX_NAMED_TABLES} more" if len(tables) > MAX_NAMED_TABLES else ""
-        parts.append(f"{', '.join(tables[:MAX_NAMED_TABLES])}{more} cannot lie so, as {why}")
+        parts.append(f"{', '.join(tables[:MAX_NAMED_TABLES])}{more} cannot be placed so, because {why}")
     return "; ".join(parts)

@@ -154,9 +154,9 @@ def _can_be_summed(node: Node, graph: Graph) -> bool:
 def _without_batch(context: StrategyContext, ranks: int) -> str:
     lengths = [context.families.length(f) for f in context.batch]
     if not lengths:
-        return "no dim of the inputs is a batch, so that every rank does all the work"
+        return "no dim of the inputs is a batch, so every rank does all the work"
     if min(lengths) < ranks:
-        return f"a batch of {min(lengths)} cannot be cut over {ranks} ranks, so that every rank does all the work"
+        return f"a batch of {min(lengths)} cannot be sharded over {ranks} ranks, so every rank does all the work"
     return ""
 
 
@@ -172,7 +172,7 @@ def _megatron_sp(context: StrategyContext, ranks: int) -> AxisRequest:
 
 
 def _without_pairs(chosen: frozenset[Family], ranks: int) -> str:
-    return "" if chosen else f"no product of an activation and a weight can be cut in {ranks}"
+    return "" if chosen else f"no product of an activation and a weight can be sharded over {ranks} ranks"
 
 
 def _ulysses(context: StrategyContext, ranks: int) -> AxisRequest:
@@ -183,9 +183,9 @@ def _ring(context: StrategyContext, ranks: int) -> AxisRequest:
     on_axis = _sequence_on_axis(context, ranks, around=True)
     if any(ring_strategies(n, context.families) for n in context.graph.nodes):
         return on_axis
-    why = "no operation is known as attention, so that nothing goes along a ring"
+    why = "no operation is known as attention, so no ring is used"
     if any(n.op in ATTENTION_OPS for n in context.graph.nodes):
-        why = "no attention can go along a ring (none can whose mask is trained), so that heads are cut"
+        why = "no attention can run in a ring (a trained mask prevents it), so heads are sharded"
     return replace(on_axis, note="; ".join(filter(None, (why, on_axis.note))))
 
 
@@ -196,7 +196,7 @@ def _sequence_on_axis(context: StrategyContext, ranks: int, around: bool) -> Axi
     free = {v for node in context.graph.nodes if node.name not in held for v in node.inputs}
     note = "; ".join(infeasible_sequence_notes(*given, ranks))
     if not any(a.cuts for a in held.values()):
-        note = "no dim of the activations is a sequence of 2 positions or more, so that all is searched"
+        note = "no dim of the activations is a sequence of 2 or more positions, so all layouts are searched"
     return AxisRequest(held, {p: NO_DIMS for p in context.graph.parameters if p not in free}, note=note)
 
 
@@ -204,11 +204,11 @@ def _expert_parallelism(context: StrategyContext, ranks: int) -> AxisRequest:
     """Experts' weights are sharded by expert; the search places other parameters."""
     asked, dims = expert_parallel_requests(context.families, context.batch)
     if not dims:
-        why = "no operation runs experts, so that it is planned as fsdp (docs/how-to/experts.md: how a routing is written)"
+        why = "no operation runs experts, so fsdp is planned (docs/how-to/experts.md shows how to write a routing)"
         return replace(_fsdp(context, ranks), note=why)
     types, few = context.graph.types, ""
     if (fewest := min(types[p].tables or int(types[p].shape[0]) for p in dims)) < ranks:
-        few = f"{fewest} experts on {ranks} ranks, some of which would have none: rows stay, and weights are cut as in fsdp"
+        few = f"{fewest} experts cannot occupy {ranks} ranks, so tokens stay and weights are sharded as in fsdp"
         dims = {p: frozenset(range(len(types[p].shape))) for p in dims}
     return AxisRequest(asked, dims, note="; ".join(filter(None, (few, _without_batch(context, ranks)))))
 
@@ -218,14 +218,12 @@ def _table_parallel(label: str, dims: frozenset[int], context: StrategyContext, 
     asked, found, left = table_requests(context.graph, label, dims, ranks)
     notes, batch = unplaced_note(left, context.graph), _without_batch(context, ranks)
     if not found:
-        notes = (
-            f"{notes}; so it is planned as ddp" if notes else "no parameter is a table, so that it is planned as ddp"
-        )
+        notes = f"{notes}; ddp is planned instead" if notes else "no parameter is a table, so ddp is planned"
         return replace(_ddp(context, ranks), note="; ".join(filter(None, (notes, batch))))
     few = (
         ""
         if ranks <= len(found) or label != TABLE_WISE_LABEL
-        else f"{len(found)} tables on {ranks} ranks: some own none"
+        else f"{len(found)} tables on {ranks} ranks: some ranks have none"
     )
     notes = "; ".join(filter(None, (notes, few, batch)))
     return AxisRequest({**context.along(context.batch), **asked}, {**context.everywhere(NO_DIMS), **found}, note=notes)
@@ -299,7 +297,7 @@ class InfeasibleStrategyError(PlanError):
 
 def given_up(expert: NamedStrategy) -> NamedStrategy:
     """In place of ``expert``, for which layouts of earlier programs leave no room."""
-    note = f"like={expert.text}: not beside the layouts that the parameters have, so that all is searched"
+    note = f"like={expert.text}: it does not fit the present layouts of the parameters, so all layouts are searched"
     return NamedStrategy(notes=(*expert.notes, note), text=expert.text)
 
 
@@ -315,7 +313,7 @@ def _like_per_axis(like: Any, mesh: Mesh) -> dict[str, Any]:
         named = {"tp" if "tp" in mesh.axes else mesh.axes[-1]: like}
     for axis, asked in named.items():
         if axis not in mesh.axes:
-            raise PlanError(f"like names axis {axis!r}; the mesh has {', '.join(mesh.axes)}")
+            raise PlanError(f"like names axis {axis!r}, but the mesh has {', '.join(mesh.axes)}")
         if asked is not None and not isinstance(asked, Mapping):
             _check_name(asked)
     hybrid = [a for a in mesh.axes if named.get(a) == "hsdp"]
@@ -329,7 +327,9 @@ def expand_tp_plan(model: object, like: Any) -> Any:
     if like == "tp_plan":
         found = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
         if not found:
-            raise PlanError(f"like='tp_plan': {type(model).__name__} has no tp_plan. Name a plan, such as 'megatron'")
+            raise PlanError(
+                f"like='tp_plan': {type(model).__name__} has no tp_plan. Name a strategy, such as 'megatron'"
+            )
         return dict(found)
     return {key: expand_tp_plan(model, x) for key, x in like.items()} if isinstance(like, Mapping) else like
 
@@ -341,7 +341,9 @@ def _check_name(name: Any) -> None:
     if not isinstance(name, str) or name not in STRATEGY_NAMES:
         near = difflib.get_close_matches(str(name), STRATEGY_NAMES, n=1)
         meant = f"do you mean {near[0]!r}? " if near else ""
-        raise PlanError(f"like={name!r} is no named strategy: {meant}{_LIKE_USAGE}. Names: {', '.join(STRATEGY_NAMES)}")
+        raise PlanError(
+            f"like={name!r} is not a named strategy: {meant}{_LIKE_USAGE}. Names: {', '.join(STRATEGY_NAMES)}"
+        )
 
 
 HintConflict = tuple[str, int, bool]
@@ -398,9 +400,9 @@ def _check_expert_lists(
             left = [n for n in node.inputs if (n, axis) not in owned]
             if name in node.inputs and left:
                 raise InfeasibleStrategyError(
-                    f"hint {hinted[name].pattern!r} takes parameter {names[name]!r} from the rank along "
-                    f"{mesh.axes[axis]!r} that owns it by like={expert.text}, and {names.get(left[0], left[0])!r} stays with "
-                    "its own; but all experts are computed together, and lie alike. Hint all of them, by "
+                    f"hint {hinted[name].pattern!r} moves parameter {names[name]!r} away from its rank along "
+                    f"{mesh.axes[axis]!r}, which like={expert.text} assigned, but {names.get(left[0], left[0])!r} "
+                    "stays. All experts are computed together and need the same layout. Hint all of them, by "
                     f"{_common_pattern([names[n] for n in node.inputs if n in names])!r}, or none"
                 )
 

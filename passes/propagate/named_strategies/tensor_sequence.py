@@ -182,7 +182,7 @@ def infeasible_sequence_notes(
     mixed = {f for n in core for s in families.strategies(n) if (f := families.cut(n, s)) in sequence and f is not None}
     if (positions := min(map(families.length, mixed or sequence), default=ranks)) < ranks:
         many = "1 position" if positions == 1 else f"{positions} positions"
-        yield f"a sequence of {many} cannot be cut over {ranks} ranks, so that every rank has all of it"
+        yield f"a sequence of {many} cannot be sharded over {ranks} ranks, so every rank has all of it"
     for node in core:
         labels = families.labels(node, _head_families(node, sequence | batch, families))
         by_head = [s for s in families.strategies(node) if s.factor in labels]
@@ -194,7 +194,7 @@ def infeasible_sequence_notes(
             and not any(s.allows((ranks,)) for s in by_head)
         ):
             heads = max(int(s.size) for s in by_head if s.size is not None)
-            yield f"attention of {heads} heads cannot be cut over {ranks} ranks, so that every rank does all of it"
+            yield f"attention of {heads} heads cannot be sharded over {ranks} ranks, so every rank does all of it"
             return
 
 

@@ -48,9 +48,9 @@ def planner(graph: Graph, like: str | None = None, recompute: str = "auto", mesh
 
 
 def told(graph: Graph, mesh: Mesh = MESH) -> float:
-    with pytest.raises(PlanError, match="the least peak found is") as error:
+    with pytest.raises(PlanError, match="The least peak found is") as error:
         search_within_memory(planner(graph, mesh=mesh), 1.0)
-    number, unit = re.findall(r"the least peak found is ([\d.]+) (\w+)", str(error.value))[0]
+    number, unit = re.findall(r"The least peak found is ([\d.]+) (\w+)", str(error.value))[0]
     return float(number) * {"kB": 1e3, "MB": 1e6}[unit]
 
 

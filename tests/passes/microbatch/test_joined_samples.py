@@ -76,8 +76,8 @@ class Contrastive(Pairs):
 @pytest.mark.parametrize(
     ("model", "where"),
     [
-        (Contrastive(torch.chunk), r"matmul\.default .* of the whole batch"),
-        (Pairs(lambda h, n: (h[:n], h[2 : n + 2])), r"slice\.Tensor .* of the whole batch"),
+        (Contrastive(torch.chunk), r"matmul\.default .* of the full batch"),
+        (Pairs(lambda h, n: (h[:n], h[2 : n + 2])), r"slice\.Tensor .* of the full batch"),
     ],
 )
 def test_samples_beside_those_of_other_micro_batches(model: nn.Module, where: str) -> None:

@@ -136,7 +136,7 @@ def confident(m: Tagger, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("stages", [None, "pp"])
 def test_labels_that_only_the_model_can_count(stages: str | None) -> None:
     model, args = case(confident)
-    text = r"cross_entropy_loss.* at .*:\d+ averages over those labels .*\(aten.where.* at .*:\d+\).* give them as an input"
+    text = r"cross_entropy_loss.* at .*:\d+ averages over the labels .*\(aten.where.* at .*:\d+\).* pass the labels as an input"
     with pytest.raises(PlanError, match=text):
         autoshard.plan(model, {stages or "tp": 2}, args, micro_batches=2, stages=stages)
 

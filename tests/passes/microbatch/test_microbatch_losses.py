@@ -169,8 +169,8 @@ def balanced(m: Any, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "buffer": (written, "'mean' is written with a value of the whole batch"),
-    "centred": (centred, r"aten.sub.Tensor in .* needs mean\w* \(aten.mean.dim in .*\) of the whole batch"),
+    "buffer": (written, "'mean' is written with a value of the full batch"),
+    "centred": (centred, r"aten.sub.Tensor in .* needs mean\w* \(aten.mean.dim in .*\) of the full batch"),
     "root": (
         lambda m, x, y: F.mse_loss(m.second(m.first(x)), y).sqrt() + 1,
         r"aten.sqrt.default in .* needs mse_loss \(aten.mse_loss",
@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         lambda m, x, y: F.mse_loss(m.second(m.norm(m.first(x))), y),
         "batch_norm.* in norm .* needs linear of the",
     ),
-    "balanced": (balanced, "aten.mul.Tensor in .* for output 'aux', needs .*A loss that balances experts"),
+    "balanced": (balanced, "aten.mul.Tensor in .* for output 'aux', needs .*A load-balancing loss of experts"),
     "greatest": (
         lambda m, x, y: F.mse_loss(m.second(m.first(x)), y, reduction="none").amax().log(),
         "aten.amax.default in .* needs mse_loss of",
@@ -213,7 +213,7 @@ def test_jagged_rows_are_no_batch(bags: int) -> None:
     args = torch.arange(7), torch.arange(bags), torch.randn(bags, 4)
     with pytest.raises(PlanError, match=r"shape \[7\], and its batch of 7 does not divide into 2") as error:
         autoshard.plan(Pooled(), {"tp": 2}, args, micro_batches=2)
-    assert ("rows of jagged bags" in str(error.value)) == (bags == 4)
+    assert ("rows are jagged bags" in str(error.value)) == (bags == 4)
 
 
 class Speech(nn.Module):

@@ -139,7 +139,7 @@ def test_draws_by_value_are_refused() -> None:
     """``rrelu`` draws for negative elements alone: a part cannot know how many the others take."""
     graph = capture(nn.Sequential(nn.Linear(4, 4), nn.RReLU(), Mean()), (torch.zeros(4, 4),))
     with pytest.raises(
-        PlanError, match="draws numbers, and the values of the whole batch say how many each sample takes"
+        PlanError, match="draws numbers, and values of the full batch decide how many each sample takes"
     ):
         micro_batched(graph, 2)
 
@@ -235,11 +235,11 @@ def test_hints_name_the_batch() -> None:
         micro_batch_placements(gone, graph)
     assert autoshard.plan(model, mesh, args, hints=hints, micro_batches="auto").micro_batches == 1
     for hint, error, text in (
-        ({"x": Shard(2)}, PlanError, r"micro_batches=2: .* what hints ask for \('x': S\(2\)\)"),
+        ({"x": Shard(2)}, PlanError, r"micro_batches=2: .* as the hints ask \('x': S\(2\)\)"),
         ({"x": Replicate(), "target": Shard(0)}, PlanError, r"'x': R, 'target': S\(0\)"),
-        ({"x": Shard(-2)}, HintError, r"S\(-2\) on axis 'micro_batch' counts from the end; give the dim as 0"),
+        ({"x": Shard(-2)}, HintError, r"S\(-2\) on axis 'micro_batch' counts from the end. Give the dim as 0"),
         ({"x": Shard(3)}, HintError, r"input 'x' has 3 dims"),
-        ({"up": Shard(1)}, HintError, r"'up' is no input. Inputs: x, target"),
+        ({"up": Shard(1)}, HintError, r"'up' is not an input. Inputs: x, target"),
     ):
         hints = {name: {"micro_batch": p} for name, p in hint.items()}
         with pytest.raises(error, match=text):
@@ -247,10 +247,12 @@ def test_hints_name_the_batch() -> None:
     hints = {"x": {"micro_batch": Shard(1)}}
     with pytest.raises(
         PlanError,
-        match=r"=4: .* dim 1 of 'x', of shape .*, is the batch, and a batch of 6 does not divide into 4\. Choose",
+        match=r"=4: .* dim 1 of 'x', of shape .*, the batch, but 6 rows do not divide into 4 micro-batches\. Choose",
     ):
         autoshard.compile(model, mesh, args, hints=hints, micro_batches=4)
-    with pytest.raises(HintError, match="names axis 'micro_batch', which is time and an axis of the mesh: rename that"):
+    with pytest.raises(
+        HintError, match="names axis 'micro_batch', which means micro-batches but is also an axis of the mesh"
+    ):
         autoshard.compile(model, ideal({"micro_batch": 2}), args, hints=hints)
 
 
@@ -301,7 +303,7 @@ class Shuffled(nn.Module):
 def test_the_whole_batch_is_not_run_in_every_micro_batch() -> None:
     """Unless an input is not of the batch: it has another length, or hints say so."""
     x, y = torch.randn(8, 6), torch.randn(8, 6)
-    with pytest.raises(PlanError, match=r"every one would run linear = .* of the whole batch"):
+    with pytest.raises(PlanError, match=r"each micro-batch would run linear = .* on the full batch"):
         autoshard.plan(Shuffled(), {"dp": 2}, (x, torch.randperm(8), y), micro_batches=2)
     asked = {"x": {"micro_batch": Replicate()}}
     for given, hints in ((x, asked), (torch.randn(5, 6), {})):

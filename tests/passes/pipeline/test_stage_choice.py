@@ -75,7 +75,7 @@ def test_no_cut_is_shorter(seed: int) -> None:
         cutting = drawn(draw)
         least = min(seconds(cutting, ends) for ends in cuts(len(cutting.pieces), cutting.stages))
         if math.isinf(least):
-            with pytest.raises(PlanError, match="no cut into"):
+            with pytest.raises(PlanError, match="no split into"):
                 cutting.best()
             continue
         found = cutting.best()
@@ -194,5 +194,5 @@ def test_eighty_layers_on_sixteen_ranks() -> None:
 
 
 def test_more_stages_than_parts_are_refused() -> None:
-    with pytest.raises(PlanError, match="8 stages need as many parts, but the graph can be cut into 5 at most"):
+    with pytest.raises(PlanError, match="8 stages were asked for, but the graph can be split into 5 at most"):
         BoundarySearch([GraphSegment(1, 2)] * 5, "interleaved", 4, 4, 2).best()

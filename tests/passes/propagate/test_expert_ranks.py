@@ -94,6 +94,6 @@ def test_a_later_call_that_reads_experts_otherwise() -> None:
     """One rank has each of them: an error says so, and training goes on."""
     x, model = torch.randn(8, 6, routing_models.WIDTH), Averaged("modules", True)
     sharded = autoshard.compile(copy.deepcopy(model), ideal({"ep": 2}), (x,), like="expert")
-    with pytest.raises(autoshard.PlanError, match=r"'experts\.\d\.\w+\.weight' lies whole on one rank .O.\d.@ep."):
+    with pytest.raises(autoshard.PlanError, match=r"'experts\.\d\.\w+\.weight' is stored on one rank .O.\d.@ep."):
         sharded.eval()(x)
     torch.testing.assert_close(sharded.train()(x), model(x))

@@ -186,7 +186,7 @@ def test_shards_too_small_to_be_chosen_freely(graph: Graph) -> None:
             {"upp.weight": Shard(0)},
             "hint 'upp.weight' matches no parameter, buffer, input or module. Nearest: up.weight, down.weight, table.weight",
         ),
-        ({0: Shard(0)}, "hint 0 is no pattern: name a parameter, buffer, input or module"),
+        ({0: Shard(0)}, "hint 0 is not a pattern: name a parameter, buffer, input or module"),
         ({"up.weight": {"sp": Shard(0)}}, "hint 'up.weight' names axis 'sp'; the mesh has dp, tp"),
         ({"up.weight": {"tp": 0}}, "hint 'up.weight': 0 on axis 'tp' is not Shard(d), Replicate() or Partial()"),
         (
@@ -206,7 +206,7 @@ def test_shards_too_small_to_be_chosen_freely(graph: Graph) -> None:
         ),
         (
             {"scale": Partial()},
-            "hint 'scale' asks for Partial, but buffer 'scale' is given whole or in shards. Use Shard(d) or Replicate().",
+            "hint 'scale' asks for Partial, but buffer 'scale' is replicated or sharded. Use Shard(d) or Replicate().",
         ),
     ],
 )
@@ -248,7 +248,7 @@ def test_a_module_that_is_never_called_is_one() -> None:
         ({"blocks": "colwise"}, "hint 'blocks': module 'blocks' has no parameters of its own to lay out 'colwise'"),
         (
             {"blocks": Shard(0)},
-            "hint 'blocks': module 'blocks' is never called, so it has no output that could lie as Shard(dim=0). Hint its "
+            "hint 'blocks': module 'blocks' is never called, so it has no output to lay out as Shard(dim=0). Hint its "
             "parameters, or modules in it",
         ),
         (

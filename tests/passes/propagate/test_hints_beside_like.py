@@ -139,7 +139,7 @@ def test_a_hint_on_one_of_several_experts_is_refused_by_name(hint: Any) -> None:
     with pytest.raises(autoshard.PlanError) as raised:
         autoshard.plan(model, {"ep": 2}, (x,), like="expert", hints={name: hint})
     told = str(raised.value)
-    assert told.startswith(f"hint {name!r} takes parameter {name!r} from the rank along 'ep'")
+    assert told.startswith(f"hint {name!r} moves parameter {name!r} away from its rank along 'ep'")
     assert told.endswith(f"Hint all of them, by {pattern!r}, or none")
     assert_equal_training(model, {"ep": 2}, (x,), like="expert", hints={pattern: hint}, steps=1, share=2.0)
 

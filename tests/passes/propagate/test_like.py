@@ -257,7 +257,7 @@ def test_a_later_call_has_a_program_beside_the_layouts_that_parameters_have() ->
     sharded = autoshard.compile(model, Mesh({"sp": 2}, SPLIT_ALL), (x[:, :1],), like="ulysses")
     assert str(sharded.plan.layouts["qkv.weight"]) == "S(0/3)@sp"
     torch.testing.assert_close(sharded(x), model(x), rtol=1e-9, atol=0)
-    assert any("not beside the layouts" in note for note in sharded.plan.notes)
+    assert any("it does not fit the present layouts" in note for note in sharded.plan.notes)
 
 
 # --- styles by module ---
@@ -352,16 +352,19 @@ def test_a_plan_that_the_model_brings() -> None:
 @pytest.mark.parametrize(
     ("like", "error"),
     [
-        ("megatorn", "like='megatorn' is no named strategy: do you mean 'megatron'? give a name, {mesh axis: name},"),
+        (
+            "megatorn",
+            "like='megatorn' is not a named strategy: do you mean 'megatron'? give a name, {mesh axis: name},",
+        ),
         ({"dp": "ddp"}, "like names axis 'dp'; the mesh has tp"),
-        ({"head": "collwise"}, "like: 'head' is 'collwise', which is no style; do you mean 'colwise'?"),
+        ({"head": "collwise"}, "like: 'head' is 'collwise', which is not a style; do you mean 'colwise'?"),
         ({"heads": "colwise"}, "like: 'heads' matches no module and no parameter. Nearest: head"),
         (
             {"head": "grouped_gemm"},
-            "like: 'head' is 'grouped_gemm', which parallelises over experts: that is not there",
+            "like: 'head' is 'grouped_gemm', but expert parallelism by module is not supported yet",
         ),
         ({}, "like={}: give a name, {mesh axis: name}, or {pattern of modules: style}"),
-        ("tp_plan", "like='tp_plan': Llama has no tp_plan. Name a plan, such as 'megatron'"),
+        ("tp_plan", "like='tp_plan': Llama has no tp_plan. Name a strategy, such as 'megatron'"),
     ],
 )
 def test_errors(like: Any, error: str) -> None:

@@ -52,8 +52,8 @@ def notes(model: nn.Module, like: Any, ranks: int, *args: Any) -> list[str]:
     return [note.removeprefix(begin) for note in plan.notes if note.startswith(begin)]
 
 
-POSITIONS = "a sequence of 3 positions cannot be cut over 4 ranks, so that every rank has all of it"
-HEADS = "attention of 2 heads cannot be cut over 4 ranks, so that every rank does all of it"
+POSITIONS = "a sequence of 3 positions cannot be sharded over 4 ranks, so every rank has all of it"
+HEADS = "attention of 2 heads cannot be sharded over 4 ranks, so every rank does all of it"
 
 
 @pytest.mark.slow_cases("*-lengths[123589]*-told*")
@@ -67,7 +67,12 @@ HEADS = "attention of 2 heads cannot be cut over 4 ranks, so that every rank doe
         ("ulysses", 4, (4,), []),
         ("ulysses", 2, (8,), [HEADS]),
         ("ulysses", 2, (3,), [f"{POSITIONS}; {HEADS}"]),
-        ("ring", 4, (1,), ["no dim of the activations is a sequence of 2 positions or more, so that all is searched"]),
+        (
+            "ring",
+            4,
+            (1,),
+            ["no dim of the activations is a sequence of 2 or more positions, so all layouts are searched"],
+        ),
         ("ring", 4, (7, 3), [POSITIONS]),
         ("ulysses", 4, (7, 3), [POSITIONS]),
         ("ulysses", 4, (3, 8), [POSITIONS]),
@@ -83,9 +88,7 @@ def test_too_few_positions_or_heads(like: str, heads: int, lengths: tuple[int, .
 def test_a_ring_without_attention() -> None:
     """There are no heads to cut, either."""
     model = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH))
-    assert notes(model, "ring", 2, *given(6)) == [
-        "no operation is known as attention, so that nothing goes along a ring"
-    ]
+    assert notes(model, "ring", 2, *given(6)) == ["no operation is known as attention, so no ring is used"]
 
 
 class Tables(nn.Module):
@@ -102,7 +105,9 @@ class Tables(nn.Module):
         return loss + self.tables[0].weight.square().mean() if self.penalty else loss
 
 
-READ = "tables.0.weight cannot lie so, as aten.square.default in (root) reads it, too, which is no look-up"
+READ = (
+    "tables.0.weight cannot be placed so, because aten.square.default in (root) reads it as well, and is not a look-up"
+)
 
 
 @pytest.mark.parametrize(
@@ -111,22 +116,22 @@ READ = "tables.0.weight cannot lie so, as aten.square.default in (root) reads it
         (
             Tables((9,)),
             "table-wise",
-            "tables.0.weight cannot lie so, as there is no other table, and two are needed; so it is planned as ddp",
+            "tables.0.weight cannot be placed so, because two tables are needed, and there is only one; ddp is planned instead",
         ),
         (Tables((9, 8, 7), penalty=True), "table-wise", READ),
         (Tables((9, 8, 7), penalty=True), "row-wise", READ),
         (
             Tables((9, 8), scale_grad_by_freq=True),
             "row-wise",
-            "tables.0.weight, tables.1.weight cannot lie so, as gradients are scaled by how often a row is read in the whole "
-            "batch; so it is planned as ddp",
+            "tables.0.weight, tables.1.weight cannot be placed so, because gradients are scaled by the frequency of "
+            "a row in the full batch; ddp is planned instead",
         ),
         (
             Tables((9, 8, 1)),
             "row-wise",
-            "tables.2.weight cannot lie so, as dim 0, of length 1, leaves some of 2 ranks without a part",
+            "tables.2.weight cannot be placed so, because dim 0, of length 1, would leave some of 2 ranks without a shard",
         ),
-        (nn.Linear(3, 3), "table-wise", "no parameter is a table, so that it is planned as ddp"),
+        (nn.Linear(3, 3), "table-wise", "no parameter is a table, so ddp is planned"),
     ],
 )
 def test_tables_that_cannot_lie_as_asked(model: nn.Module, like: str, told: str) -> None:

@@ -251,7 +251,7 @@ def test_the_budget_binds_the_peak_and_the_cheapest_is_made_again_first() -> Non
 def test_what_does_not_fit_says_why() -> None:
     """The least peak, what it consists of, and what helps; also where the first plan made something again already."""
     for recompute in ("auto", "blocks"):
-        with pytest.raises(autoshard.PlanError, match=r"the least peak found is .* MB, at the .*\. What helps: "):
+        with pytest.raises(autoshard.PlanError, match=r"The least peak found is .* MB, at the .*\. What helps: "):
             planned(recompute, memory_budget=1e6)
 
 

@@ -77,7 +77,7 @@ def test_the_last_resort_is_reported() -> None:
     assert plan.gathered == ("tp",)
     assert str(plan).splitlines()[0].startswith("S(0)@tp → S(0)@tp  float32[5, 7] → [7, 5]: ")
     assert "reshape [5, 7] → [7, 5]: " in str(plan)
-    assert str(plan).endswith("gathered for the reshape, whose shapes have no factor to cut in common: tp")
+    assert str(plan).endswith("gathered for the reshape, because the shapes have no common factor to shard: tp")
 
 
 def test_a_reshape_of_one_shape_is_none() -> None:

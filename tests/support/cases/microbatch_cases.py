@@ -318,7 +318,7 @@ def refused(mesh: autoshard.Mesh) -> None:
 
     torch.manual_seed(0)  # inputs are those of all ranks
     with pytest.raises(
-        PlanError, match=r"batch_norm.* in norm at .*microbatch_cases.py:\d+ needs .* of the whole batch"
+        PlanError, match=r"batch_norm.* in norm at .*microbatch_cases.py:\d+ needs .* of the full batch"
     ):
         autoshard.compile(Normed(), mesh, (torch.randn(4, 3, 6, 6),), micro_batches=2)
     model, args = made("regression")

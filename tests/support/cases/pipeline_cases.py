@@ -319,12 +319,12 @@ def refused(mesh: autoshard.Mesh) -> None:
         ten = tuple(x[[*range(8), 0, 1]] for x in args)
         fails(PlanError, "runs micro-batches in 2 equal rounds", args=ten, micro_batches=5, schedule="interleaved")
     fails(PlanError, "its batch of 8 does not divide into 3", micro_batches=3)
-    fails(PlanError, "needs .* of the whole batch", *made("normed"))
+    fails(PlanError, "needs .* of the full batch", *made("normed"))
     fails(PlanError, "no output of the model is a scalar", nn.Linear(4, 4), (torch.randn(4, 4),))
     if mesh.size_of("pp") == 2:
-        text = "would cross from one stage to the next, and its length"
+        text = "depends on the data, so it cannot be sent to the next stage"
         fails(PlanError, text, Positive(), (torch.randn(4, 4),), micro_batches=1)
-    fails(PlanError, "stages: the model has 1 operations to cut between", Short(), args[:1], micro_batches=1)
+    fails(PlanError, "stages: the model has only 1 operations to split between", Short(), args[:1], micro_batches=1)
 
 
 def tables(mesh: autoshard.Mesh) -> None:

@@ -251,7 +251,7 @@ def a_written_buffer_that_is_to_be_cut(mesh: autoshard.Mesh) -> None:
             self.last = (x + self.last).float()
             return self.last + 1
 
-    with refused("the forward sets buffer 'last' anew, in another shape or dtype", HintError):
+    with refused("the forward replaces buffer 'last' by another shape or dtype", HintError):
         pair(mesh, Anew, torch.ones(4, 3, dtype=torch.float64), hints={"last": Shard(0)})
 
 

@@ -68,7 +68,7 @@ def fails(line: str, text: str = "") -> str:
 NO_LOSS = says("no output of the model is a scalar that carries a gradient")
 LATER = says("create_graph=True: with micro-batches or stages, gradients have no", "RuntimeMismatchError")
 DETACHED = fails("assert ours.requires_grad == theirs.requires_grad")
-WRITTEN = says("the forward writes into its input 'x' in place; return the new value")
+WRITTEN = says("the forward writes to its input 'x' in place. Return the new value")
 _SUMMED = 'assert counted["all_reduce", "backward"] == once["all_reduce", "backward"] > 0'
 
 _WITHOUT_LOSS = (
@@ -111,7 +111,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             _UNDIVIDED, says(r"input '\w+' has shape \S+( 3\])?, and its batch of [35] does not divide into 2")
         ),
-        **dict.fromkeys(_RECURRENT, says(r"aten.\S+ in gru at state_torch.py:\d+ needs \w+ of the whole batch")),
+        **dict.fromkeys(_RECURRENT, says(r"aten.\S+ in gru at state_torch.py:\d+ needs \w+ of the full batch")),
         **dict.fromkeys(_OPEN, says("micro_batches=2 with open lengths")),
         "attention_kernels_and_matmul_precision": NO_LOSS,
         "accumulation_with_no_sync": fails(_SUMMED, r"Counter.*'all_reduce', 'backward'\): 3.*"),  # in every call
@@ -135,7 +135,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
         "parts_of_fused_projections_stay_cut": fails('assert tuple(layouts["qkv.weight"].grouped) =='),
         "a_cache_of_ones_own": fails("assert {str(sharded.plan.layouts["),
         "a_cache_handed_in_and_out": fails("assert type(cache[0][0]) is not torch.Tensor"),
-        "a_buffer_that_is_returned": says("the model has 1 operations to cut between"),
+        "a_buffer_that_is_returned": says("the model has only 1 operations to split between"),
         "a_dict_that_hooks_change": says("stage 0 would have no operation of its own"),
         "another_default_dtype_inside": says("stage 0 would have no operation of its own"),
         # The whole is compiled first there: only it knows where the stages are cut.
