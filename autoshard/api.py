@@ -278,7 +278,7 @@ def plan(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"
         )
     if (mesh is None) == (devices is None):
-        raise MeshError("autoshard.plan needs a mesh, or devices=64 to search one: give one of them")
+        raise MeshError("autoshard.plan needs a mesh, or devices=64 to search one. Give one of them")
     example = with_batch_size(batch, tuple(example_args), dict(example_kwargs or {}))
     others = {"stages": stages, "micro_batches": micro_batches != 1, "dynamic": dynamic, "inputs": inputs != "global"}
     check_asked(objective, profile, model.training if training is None else training, others)
@@ -302,7 +302,7 @@ def plan(
         resolved = Mesh.of(mesh, hardware)
         return compile_for_mesh(model, resolved, *example, opts, training=training, dynamic=dynamic, inputs=inputs).plan
     if inputs != "global":
-        raise MeshError("inputs that a rank brings need a mesh: give mesh= instead of devices=")
+        raise MeshError("local inputs need a mesh: give mesh= instead of devices=")
     opts, kind = replace(opts, like=expand_tp_plan(model, like)), resolve_hardware(hardware)
     check_schedule(opts, searched=stages is not None or micro_batches == "auto")
     if is_serving_asked(opts):
@@ -377,5 +377,8 @@ def score(
 ) -> Cost:
     """Cost of a named strategy: ``plan(…, like=expert).cost``. ``asked``: as of :func:`plan`."""
     if "like" in asked:
-        raise PlanError(f"score takes the named strategy as its third argument, and like={asked['like']!r} beside it")
+        raise PlanError(
+            "score takes the named strategy as its third argument and got "
+            f"like={asked['like']!r} as well. Give one of them"
+        )
     return plan(model, mesh, example_args, example_kwargs, like=expert, **asked).cost

@@ -31,7 +31,7 @@ def set_up_logs(names: str | None = None) -> None:
     for name in filter(None, (part.strip() for part in asked.split(","))):
         for known in LOGS if name == "all" else (name,):
             if known not in LOGS:
-                ours.warning("AUTOSHARD_LOGS: there is no log %r; known are %s and all", name, ", ".join(LOGS))
+                ours.warning("AUTOSHARD_LOGS: there is no log %r. Known: %s and all", name, ", ".join(LOGS))
                 continue
             logger = logging.getLogger(f"autoshard.{known}")
             logger.setLevel(logging.INFO)

@@ -69,7 +69,7 @@ class Grouped(Shard):
     def __post_init__(self) -> None:
         Shard.__post_init__(self)
         if len(self.parts) < 2 or min(self.parts) < 1 or not fits_split_factor(self.parts):
-            raise LayoutError(f"Grouped({self.dim}, {self.parts}): no ratio of parts, or one that a DTensor cannot say")
+            raise LayoutError(f"Grouped({self.dim}, {self.parts}): parts must be a ratio that a DTensor can express")
         object.__setattr__(self, "parts", tuple(n // math.gcd(*self.parts) for n in self.parts))
 
     def __str__(self) -> str:
@@ -199,7 +199,7 @@ class Layout:
             if not isinstance(p, Shard | Replicate | Invariant | Partial):
                 raise LayoutError(f"axis {axis!r}: {p!r} is not Shard(d), Replicate(), Invariant() or Partial()")
             if isinstance(p, Shard) and p.dim < 0:
-                raise LayoutError(f"axis {axis!r}: {p} counts from the end; give the dim as 0 or more")
+                raise LayoutError(f"axis {axis!r}: {p} counts from the end. Give the dim as 0 or more")
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "placements", per_axis)
         object.__setattr__(self, "order", _canonical_order(mesh, per_axis, order))
@@ -326,9 +326,9 @@ class Layout:
         from torch.distributed.tensor import Shard as TorchShard
 
         if self.order != Layout(self.mesh, self.placements).order:
-            raise LayoutError(f"{self}: torch placements nest in mesh order only; redistribute to mesh order first")
+            raise LayoutError(f"{self}: torch placements nest in mesh order only. Redistribute to mesh order first")
         if self.owner:
-            raise LayoutError(f"{self}: torch has no placement for a tensor that one rank holds whole")
+            raise LayoutError(f"{self}: torch has no placement for a tensor that one rank owns")
         out: list[Any] = []
         for p in self.placements:
             if isinstance(p, Grouped):
@@ -356,7 +356,7 @@ class Layout:
         unsharded dim. Raises :class:`LayoutError` for Partial, which MindSpore lacks.
         """
         if self.axes_with(Partial):
-            raise LayoutError(f"{self}: a tensor map cannot express Partial; reduce first")
+            raise LayoutError(f"{self}: a tensor map cannot express Partial. Reduce first")
         last = self.mesh.ndim - 1
         rows = (tuple(last - self.mesh.index(a) for a in self.axes_of(d)) for d in range(ndim))
         return self.mesh.shape, tuple(row or (-1,) for row in rows)
@@ -375,7 +375,7 @@ class Layout:
                     raise LayoutError(f"tensor map {tensor_map}: axis {axis} is not in a mesh of {mesh.ndim} axes")
                 name = mesh.axes[mesh.ndim - 1 - axis]
                 if name in placements:
-                    raise LayoutError(f"tensor map {tensor_map}: axis {axis} ({name}) cuts two dims")
+                    raise LayoutError(f"tensor map {tensor_map}: axis {axis} ({name}) shards two dims")
                 placements[name] = Shard(dim)
                 order.append(name)
         return Layout(mesh, placements, order)

@@ -44,7 +44,7 @@ class Mesh:
             if not isinstance(name, str) or not name.isidentifier():
                 raise MeshError(f"mesh axis name {name!r} is not an identifier such as 'dp' or 'tp'")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise MeshError(f"mesh axis {name!r} has size {size!r}; a size is an int of at least 1")
+                raise MeshError(f"mesh axis {name!r} has size {size!r}, but a size is an int of at least 1")
         object.__setattr__(self, "axes", tuple(axes))
         object.__setattr__(self, "shape", tuple(axes.values()))
         object.__setattr__(self, "hardware", resolve_hardware(hardware))
@@ -61,7 +61,7 @@ class Mesh:
         if isinstance(mesh, Mesh):
             if hardware is not None and resolve_hardware(hardware) != mesh.hardware:
                 raise MeshError(
-                    f"the mesh ({mesh}) is one of {mesh.hardware.name}, and hardware={hardware!r} is asked for"
+                    f"the mesh ({mesh}) has hardware {mesh.hardware.name}, but hardware={hardware!r} is asked for"
                 )
             return mesh
         if isinstance(mesh, Mapping):

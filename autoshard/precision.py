@@ -41,13 +41,13 @@ def precision_of(policy: Any) -> Precision | None:
         return policy
     if not all(hasattr(policy, name) for name in (*POLICY_FIELDS, "cast_forward_inputs")):
         raise PlanError(
-            f"mixed_precision={policy!r} is no torch.distributed.fsdp.MixedPrecisionPolicy: give "
-            "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+            f"mixed_precision={policy!r} is not a torch.distributed.fsdp.MixedPrecisionPolicy. "
+            "Give MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         )
     for name in POLICY_FIELDS:
         dtype = getattr(policy, name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise PlanError(f"mixed_precision has {name}={dtype}: only floating types can hold what it is for")
+            raise PlanError(f"mixed_precision has {name}={dtype}, but needs a floating dtype")
     types = {field: getattr(policy, name) for name, field in POLICY_FIELDS.items()}
     found = Precision(**types, cast_inputs=bool(policy.cast_forward_inputs))
     return found if any(types.values()) else None

@@ -61,7 +61,7 @@ def register_rule(
     op = overload(op)
     new = notation if isinstance(notation, Rule) else rule(op, notation, linear=linear, addends=addends, flops=flops)
     if new.op is not op:
-        raise RuleError(f"register_rule for {op}: the rule given is one of {new.op}")
+        raise RuleError(f"register_rule for {op}: the given rule is for {new.op}")
     samples = _random_samples(new) if samples is None else list(samples)
     check = None if samples is None else check_rule(new, samples)
     add_rule(_rule_checked_on_use(new, samples or (), check.ran if check else ()))
@@ -108,7 +108,7 @@ def _op_accepts(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     try:
         op(*args, **kwargs)
     except Exception as error:  # a user's op may raise anything
-        log.debug("%s does not take invented operands: %s", op, error)
+        log.debug("%s rejects generated operands: %s", op, error)
         return False
     return True
 
@@ -133,16 +133,16 @@ def _rule_checked_on_use(new: Rule, samples: Sequence[Sample], done: Iterable[Ha
                 try:
                     checked.update(check_rule(new, [sample], results=node.output_slots).ran)
                 except RuleError as error:
-                    raise RuleError(f"{error}\n  on a call like that in module {node.fqn or '(root)'!r} at {node.source}; "
-                                    "'_' says that a dim must be whole") from None  # fmt: skip
+                    raise RuleError(f"{error}\n  on such a call in module {node.fqn or '(root)'!r} at {node.source}; "
+                                    "'_' means that a dim is not sharded") from None  # fmt: skip
                 if checked.issuperset(found.values()):
                     break
             if left := {s.label: name for s, name in found.items() if name not in checked}:
                 hopeless.update(left.values())
                 log.warning(
-                    "the rule of %s is not checked for %s where %s is cut, so that does not count: "
-                    "give register_rule samples=[(args, kwargs), …] like this call", new.op, call_text(node, graph),
-                    " or ".join(left),
+                    "the rule of %s is not checked for %s where %s is sharded, so that strategy "
+                    "is not used. Give register_rule samples=[(args, kwargs), …] of such a call",
+                    new.op, call_text(node, graph), " or ".join(left),
                 )  # fmt: skip
         return tuple(s for s in every if s not in found or found[s] in checked)
 

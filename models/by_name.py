@@ -84,7 +84,7 @@ def _user_function(module: str, function: str, sizes: dict[str, int | None]) -> 
         raise CaptureError(f"{module}:{function} fails{_raised_at(error)}: {type(error).__name__}: {error}") from error
     if isinstance(made, nn.Module):
         raise CaptureError(
-            f"{module}:{function} returns a model without example inputs; return (model, args, kwargs) instead"
+            f"{module}:{function} returns a model without example inputs. Return (model, args, kwargs) instead"
         )
     match made:
         case (nn.Module() as model, tuple() | list() as args, *rest) if len(rest) < 2 and all(
@@ -92,7 +92,7 @@ def _user_function(module: str, function: str, sizes: dict[str, int | None]) -> 
         ):
             return (lambda: model), tuple(args), dict(*rest)
     raise CaptureError(
-        f"{module}:{function} returns {type(made).__name__}; return (model, args) or (model, args, kwargs)"
+        f"{module}:{function} returns {type(made).__name__}. Return (model, args) or (model, args, kwargs)"
     )
 
 
@@ -153,11 +153,13 @@ def _hugging_face(name: str, batch: int, seq: int, dtype: torch.dtype, convert: 
         try:
             config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise CaptureError(f"hf:{name} is no config of transformers: {error}") from error
+            raise CaptureError(f"hf:{name} is not a config of transformers: {error}") from error
         make = partial(transformers.AutoModelForCausalLM.from_config, config)
     else:
         known = ", ".join(f"hf:{family}" for family in _HF_FAMILIES)
-        raise CaptureError(f"hf:{name} is not known here, and no config.json or folder with one. Known: {known}")
+        raise CaptureError(
+            f"hf:{name} is not known here, and is not a config.json or a folder with one. Known: {known}"
+        )
     config.use_cache = False
     if convert or config.dtype is None:
         config.dtype = dtype

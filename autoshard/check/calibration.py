@@ -83,7 +83,7 @@ def calibrate(mesh: MeshLike | None = None, quick: bool = True) -> Hardware:
         failed = [w for w in workers if w.wait()]
         if failed:
             raise MeshError(
-                f"{len(failed)} of {ranks} processes that measure this machine failed; see their output above"
+                f"{len(failed)} of {ranks} processes that measure this machine failed. See their output above"
             )
         return _warned_if_disturbed(Hardware.load(Path(folder) / "hardware.json"))
 
@@ -92,9 +92,9 @@ def _warned_if_disturbed(hardware: Hardware, here: bool = True) -> Hardware:
     """``hardware``, with a warning if it was disturbed and ``here`` is set (rank 0)."""
     if here and hardware.disturbed > MOST_DISTURBED:
         log.warning(
-            "%.0f %% of what calibrate() measured was disturbed: the host of this virtual machine gave its cores to others "
-            "each time (steal time in /proc/stat). Plans for these numbers may not be the fastest: calibrate again when the "
-            "machine is quiet.",
+            "%.0f %% of the measurements of calibrate() were disturbed: the host of this virtual "
+            "machine gave its cores to other guests each time (steal time in /proc/stat). Plans "
+            "for these numbers may not be the fastest. Calibrate again when the machine is quiet.",
             100 * hardware.disturbed,
         )
     return hardware

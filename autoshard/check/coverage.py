@@ -147,11 +147,11 @@ def _replication_reason(nodes: Sequence[Node], program: Program) -> str:
     ranks, types = max(program.mesh.shape), program.graph.types
     found = [s for n in nodes if (rule := rule_for(n.op)) for s in rule.strategies(n, program.graph) if s.divides]
     if not found:
-        return "its rule has nothing to cut here"
+        return "its rule has nothing to shard here"
     if not any(s.size is None or s.size >= ranks for s in found):
         return f"no factor is as long as {ranks} ranks"
     small = all(types[name].numel <= ranks for n in nodes for name in n.outputs)
-    return "its results are tiny" if small else "dividing it does not pay"
+    return "its results are tiny" if small else "sharding it does not pay"
 
 
 def _merged_coverage(rows: Iterator[OpCoverage]) -> tuple[OpCoverage, ...]:

@@ -351,7 +351,7 @@ def _capture_mismatch(
     for name, begins_known, _ in made:
         around = ["", *(".".join(name.split(".")[:n]) for n in range(1, name.count(".") + 2))] if name else [""]
         if begins_known and wrong.issuperset(around):
-            return f"the graph of {name or '(root)'} gives something else than the module: it is captured wrongly"
+            return f"the graph of {name or '(root)'} gives another result than the module: it was captured wrongly"
     return None
 
 

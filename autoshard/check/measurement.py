@@ -52,7 +52,8 @@ class Measured:
             lines.append(f"{what:24}{shown(got):>12}{shown(expected):>12}{ratio:>8}")
         if self.simulated:
             lines.append(
-                f"all {self.ranks} ranks ran in this process: its time and peak are no rank's; kept bytes are those of rank 0"
+                f"all {self.ranks} ranks ran in this process, so its time and peak are those "
+                "of all ranks; kept bytes are those of rank 0"
             )
         return "\n".join(lines)
 

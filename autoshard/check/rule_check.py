@@ -61,7 +61,7 @@ def random_summand(like: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     if like.is_floating_point() or like.is_complex():
         return torch.randn(like.shape, generator=random, dtype=like.dtype, device=random.device).to(like.device)
     if like.dtype == torch.bool:
-        raise RuleError("a boolean tensor has no summands; leave Partial out of strategies for bool")
+        raise RuleError("a boolean tensor has no partial sums: leave Partial out of strategies for bool")
     return torch.randint(-9, 10, like.shape, generator=random, device=random.device).to(like)
 
 
@@ -183,10 +183,10 @@ def overload(op: Op) -> OpOverload:
     if isinstance(op, OpOverloadPacket):
         known = [name for name in op.overloads() if "Tensor" in str(getattr(op, name)._schema)]
         if len(known) != 1 and "default" not in known:
-            raise RuleError(f"{op} has the overloads {', '.join(known)}: name one, such as torch.ops.{op}.{known[0]}")
+            raise RuleError(f"{op} has the overloads {', '.join(known)}. Name one, such as torch.ops.{op}.{known[0]}")
         op = getattr(op, "default" if "default" in known else known[0])
     if not isinstance(op, OpOverload):
-        raise RuleError(f"{op!r} is no op; give one such as torch.ops.mylib.scale or torch.ops.aten.add.Tensor")
+        raise RuleError(f"{op!r} is not an op. Give one such as torch.ops.mylib.scale or torch.ops.aten.add.Tensor")
     return op
 
 
@@ -247,7 +247,7 @@ def check_rule(
     """
     tested = op if isinstance(op, Rule) else rule_for(overload(op))
     if tested is None:
-        raise RuleError(f"{op} has no rule; write one with autoshard.register_rule")
+        raise RuleError(f"{op} has no rule. Write one with autoshard.register_rule")
     cases, failures = 0, list[str]()
     labels, ran = set[str](), set[Hashable]()
     worlds = [(Mesh(sizes), World(sizes)) for sizes in meshes]
@@ -270,7 +270,7 @@ def check_rule(
             f"{len(failures)} of {cases} cases:\n" + "\n".join(failures[:5]) + more
         )
     if not cases:
-        raise RuleError(f"{tested.op}: no sample could be run on meshes {list(meshes)}; give samples with longer dims")
+        raise RuleError(f"{tested.op}: no sample could run on meshes {list(meshes)}. Give samples with longer dims")
     return RuleCheck(str(tested.op), cases, frozenset(labels), frozenset(ran))
 
 
@@ -401,8 +401,8 @@ def _site_of_choice(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy
     for s in choice:
         if len(s.inputs) != len(node.inputs) or len(s.outputs) != len(node.outputs):
             raise RuleError(
-                f"{node.op}: strategy {s.label!r} places {len(s.inputs)} operands and {len(s.outputs)} results; "
-                f"the call has {len(node.inputs)} and {len(node.outputs)}"
+                f"{node.op}: strategy {s.label!r} places {len(s.inputs)} operands and {len(s.outputs)} "
+                f"results, but the call has {len(node.inputs)} and {len(node.outputs)}"
             )
     inputs = tuple(Layout(mesh, [s.inputs[i] for s in choice]) for i in range(len(node.inputs)))
     outputs = tuple(Layout(mesh, [s.outputs[i] for s in choice]) for i in range(len(node.outputs)))

@@ -80,7 +80,9 @@ class MeshSearch:
         """See :func:`planned_for`."""
         check_devices(devices)
         if isinstance(self.opts.like, Mapping):
-            raise PlanError("like by axis or by module needs a mesh: give mesh=, or a plan's name for all axes")
+            raise PlanError(
+                "like by axis or by module needs a mesh: give mesh=, or the name of one strategy for all axes"
+            )
         with shown_progress(f"meshes of {devices}"):
             for shape in mesh_shapes(devices):
                 self.attempt(shape)
@@ -96,7 +98,7 @@ class MeshSearch:
         floor = self._floor(mesh)
         if self.meshes.is_pruned(floor):
             alone = show_seconds(floor)
-            self.meshes.notes.append(f"a mesh of {name} was not searched: its work alone takes {alone}")
+            self.meshes.notes.append(f"a mesh of {name} was not searched: its compute alone takes {alone}")
             return
         with self.meshes.attempt(f"a mesh of {name}"), shown_progress(f"mesh {name}"):
             graph, program, plan = self._planned(mesh)

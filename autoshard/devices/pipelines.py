@@ -291,7 +291,7 @@ class PipelineEstimates:
             )
             found.append(PipelineEstimate(setup, schedule, seconds, bubble, cuts, size, budget, plan, graph))
         if not found:
-            raise PlanError("no schedule has so few parts and micro-batches")
+            raise PlanError("no schedule exists for this few stages and micro-batches")
         return min(found, key=lambda e: (not e.fits, e.seconds)), limit
 
     def _pieces(self, graph: Graph, setup: PipelineSetup, own: Mesh) -> SegmentedGraph:
@@ -405,12 +405,12 @@ class _PipelineSearch:
                 self.ratios[setup] = estimate.seconds / of.guess(setup)
                 self.estimated.add(estimate)
         if longer:
-            self.notes.append(f"{longer} of {most} pipelines were not searched: their work alone takes longer")
+            self.notes.append(f"{longer} of {most} pipelines were not searched: their compute alone takes longer")
         if left:
             least, done = show_seconds(min(map(of.floor, left))), len(self.ratios)
             self.notes.append(
-                f"{len(left)} of {most} pipelines were not searched: {done} others promised more, and the work of these alone "
-                f"takes at least {least}"
+                f"{len(left)} of {most} pipelines were not searched: {done} others were more "
+                f"promising, and the compute of these alone takes at least {least}"
             )
 
     @property
@@ -452,15 +452,15 @@ class _PipelineSearch:
             return "; ".join(self.estimated.notes)
         if any(self.setups()):
             return (
-                f"parameters, gradients and the optimizer's state take {show_bytes(of.alone(1).state / self.devices)} where "
-                f"they are spread over all ranks, and a rank may hold {show_bytes(of.opts.budget(of.hardware))}"
+                f"parameters, gradients and optimizer state take {show_bytes(of.alone(1).state / self.devices)} "
+                f"if spread over all ranks, but a rank may hold {show_bytes(of.opts.budget(of.hardware))}"
             )
         if of.graph.symbols.read:
-            return "a batch of open length (dynamic) is one micro-batch, and every stage needs one"
+            return "a batch of open length (dynamic) is one micro-batch, but every stage needs one"
         if not any(self.devices % n == 0 for n in range(self.least, min(self.devices, self.blocks) + 1)):
-            return f"{self.devices} devices do not form {self.least} stages or more of a model of {self.blocks} blocks"
+            return f"{self.devices} devices cannot form {self.least} or more stages of a model of {self.blocks} blocks"
         asked = "at least as many micro-batches as stages" if self.batches is None else f"{self.batches} micro-batches"
-        return f"a batch of {of.batch} does not divide into {asked}, of which every stage needs one"
+        return f"a batch of {of.batch} does not divide into {asked}, and every stage needs one"
 
     def result(self) -> Plan:
         """The best full plan of the shortest estimates, those that fit into memory first."""
@@ -473,7 +473,7 @@ class _PipelineSearch:
             tries += 1
             with full.attempt(self._estimate_text(estimate)), shown_progress(f"plan of {estimate.setup}"):
                 plan = self._in_full(estimate)
-                log.info("%s in full: %s", self._estimate_text(estimate), show_seconds(plan.cost.total_s))
+                log.info("%s planned in full: %s", self._estimate_text(estimate), show_seconds(plan.cost.total_s))
                 full.add((plan, estimate))
         if full.best is None:
             why = "; ".join([*full.notes, *self.estimated.notes] or self.notes)

@@ -154,7 +154,7 @@ FIELD_CHECKS: dict[str, FieldCheck] = {
     "attention_tile": _int_check(0),
     "caches": _PAIRS,
     "functions": (
-        "a tuple of seconds forward and backward, or of none",
+        "a tuple of seconds forward and backward, or an empty tuple",
         lambda value: isinstance(value, tuple) and len(value) in (0, 2) and all(map(is_amount, value)),
     ),
     "ahead": _int_check(1),
@@ -404,7 +404,7 @@ class Hardware:
             raise MeshError(f"the hardware file {str(path)!r} cannot be read: {error}") from error
         except SchemaError as error:
             raise MeshError(
-                f"{str(path)!r} is no hardware that Hardware.save wrote ({error}); autoshard.calibrate() measures one"
+                f"{str(path)!r} was not written by Hardware.save ({error}). autoshard.calibrate() measures a hardware"
             ) from error
 
 

@@ -72,12 +72,13 @@ class Link:
         for name in ("latency", "bandwidth", "rates"):
             object.__setattr__(self, name, to_python_numbers(getattr(self, name)))
         if not isinstance(self.rates, tuple) or not all(isinstance(rate, Rate) for rate in self.rates):
-            raise MeshError(f"the rates of a link are a tuple of Rate, got {self.rates!r}")
+            raise MeshError(f"the rates of a link must be a tuple of Rate, got {self.rates!r}")
         pairs: tuple[tuple[object, object], ...] = ((self.latency, self.bandwidth), *(r[2:] for r in self.rates))
         for latency, bandwidth in pairs:
             if not (is_amount(latency) and is_amount(bandwidth) and bandwidth > 0):
                 raise MeshError(
-                    f"a link has a latency in seconds, and a bandwidth in B/s above 0, got {latency!r} and {bandwidth!r}"
+                    "a link needs a latency in seconds and a bandwidth above 0 in B/s, got "
+                    f"{latency!r} and {bandwidth!r}"
                 )
 
     def rate(self, kind: str, ranks: int) -> tuple[float, float]:

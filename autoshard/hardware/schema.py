@@ -31,7 +31,7 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
-        raise SchemaError(f"it is no JSON: {type(error).__name__}: {str(error)[:200]}") from error
+        raise SchemaError(f"it is not JSON: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def read_as(kind: Any, data: Any, path: str = "", readers: Readers = types.MappingProxyType({})) -> Any:

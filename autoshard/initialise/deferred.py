@@ -59,7 +59,7 @@ def materialise(model: nn.Module, seed: int, keep: Keep | None = None) -> dict[s
     """
     recording = recording_of(model)
     if recording is None:
-        raise InitialiseError(f"{type(model).__name__} has no recording; make it with autoshard.deferred_init(...)")
+        raise InitialiseError(f"{type(model).__name__} has no recording. Make it with autoshard.deferred_init(...)")
     by_storage: dict[int, list[str]] = {}
     for name, (meta, area) in recording.tensors.items():
         _check_unchanged(model, name, meta, area)
@@ -96,10 +96,12 @@ def _check_unchanged(model: nn.Module, name: str, meta: Tensor, area: Area) -> N
         else:
             found = found[int(part)] if isinstance(found, list | tuple) else getattr(found, part, None)
     if found is not meta:
-        raise InitialiseError(f"{name} was replaced after deferred_init; do that inside the function given to it")
+        raise InitialiseError(f"{name} was replaced after deferred_init. Do this inside the recorded function")
     if (meta.dtype, tuple(meta.shape)) != (area.dtype, area.size):
         then, now = f"{area.dtype} {list(area.size)}", f"{meta.dtype} {list(meta.shape)}"
-        raise InitialiseError(f"{name} was {then} in deferred_init and is {now} now; do that inside the function")
+        raise InitialiseError(
+            f"{name} was {then} in deferred_init and is {now} now. Change it inside the recorded function"
+        )
 
 
 INITIALISER_METHODS = ("reset_buffers", "reset_parameters", "rope_init", "init_weights")

@@ -230,7 +230,7 @@ def _built_module(fn: Callable[..., RecordedModule], args: Any, kwargs: Any) -> 
         model = fn(*args, **kwargs)
     except RuntimeError as error:
         if "UninitializedParameter" in str(error) or "UninitializedBuffer" in str(error):
-            problem = "has a lazy module, whose shapes are not known before its first call; give its input size"
+            problem = "has a lazy module, whose shapes are unknown before its first call. Give its input size"
             raise InitialiseError(f"{_callable_name(fn)} {problem}") from error
         raise
     if not isinstance(model, nn.Module):
@@ -320,8 +320,8 @@ class Recorder(TorchDispatchMode):
         def made(kind: Any, data: Any = None, requires_grad: bool = True) -> Any:
             if isinstance(data, FakeTensor) and kind.__module__.partition(".")[0] != "torch":
                 raise InitialiseError(
-                    f"a parameter of class {kind.__name__} is made at {users_file_line()}, which deferred_init does not "
-                    "keep. Make the model without it, or give the class to the parameters afterwards."
+                    f"a parameter of class {kind.__name__} is made at {users_file_line()}, but deferred_init "
+                    "does not keep the class. Make the model without it, or convert the parameters afterwards."
                 )
             return parameter(kind, data, requires_grad)
 
@@ -352,8 +352,8 @@ class Recorder(TorchDispatchMode):
         needed = self.recording.needed({self.area(t).storage for t in _fake_tensors((args, kwargs))})
         if any(self.recording.ops[i].random for i in needed):
             raise InitialiseError(
-                f"{func} at {users_file_line()}{self._owner(args)} looks at values that depend on random numbers, which are "
-                "not drawn yet: what the function does must not depend on them"
+                f"{func} at {users_file_line()}{self._owner(args)} reads values that depend on "
+                "random numbers, which are not drawn yet. The function must not depend on them"
             )
         areas = self._areas((args, kwargs))
         with without_dispatch_modes(), torch.no_grad():
@@ -407,8 +407,8 @@ class _ToMeta:
     def _attached(self, name: str, key: str, value: FakeTensor) -> Tensor:
         if id(value) not in self.memo:
             raise InitialiseError(
-                f"attribute {key!r} of {name!r} is a tensor that deferred_init would not bring back. Set it on the parameter "
-                "after the module is compiled, or make it a buffer."
+                f"attribute {key!r} of {name!r} is a tensor that deferred_init would not restore. "
+                "Set it on the parameter after the module is compiled, or make it a buffer."
             )
         return self.memo[id(value)][1]
 
@@ -500,11 +500,11 @@ def _with_zeroed_result(func: Any) -> Callable[..., Tensor]:
 def _refuse_unrecordable(func: Any, written: list[Tensor], kwargs: Mapping[str, Any]) -> None:
     device = kwargs.get("device")
     if kwargs.get("generator") is not None:
-        problem = "draws from a generator of its own; only the default generator can be replayed from a seed"
+        problem = "draws from its own generator, but only the default generator can be replayed from a seed"
     elif device is not None and torch.device(device).type != "cpu":
-        problem = f"makes a tensor on {device}; only initialisation on the CPU can be replayed"
+        problem = f"makes a tensor on {device}, but only initialisation on the CPU can be replayed"
     elif not all(isinstance(t, FakeTensor) for t in written):
-        problem = "writes to a tensor made outside the function that is recorded; make it inside"
+        problem = "writes to a tensor made outside the recorded function. Make it inside"
     else:
         return
     raise InitialiseError(f"{func} at {users_file_line()} {problem}")

@@ -48,7 +48,7 @@ from autoshard.report.text import show_layout
 ONCE_PER_STEP = 0
 """in place of a count: once for all micro-batches"""
 
-COLLECTIVE_MATMUL_SUFFIX = " (part by part, beside products)"
+COLLECTIVE_MATMUL_SUFFIX = " (collective matmul)"
 """end of reasons"""
 
 
@@ -357,8 +357,8 @@ def _plan_notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str
     if rigid:
         first = rigid[0]
         yield (
-            f"replicated: {len(rigid)} operations run on full tensors, because a length in them depends on the data; "
-            f"the first is {first.op} in {first.fqn or '(root)'} at {first.source}"
+            f"replicated: {len(rigid)} operations run on full tensors, because a length in them "
+            f"depends on the data. The first is {first.op} in {first.fqn or '(root)'} at {first.source}"
         )
     for node in program.graph.nodes:
         if not has_rule(node, program.graph):
@@ -380,7 +380,7 @@ def _length_notes(graph: Graph, mesh: Mesh) -> Iterator[str]:
     """Which lengths are open or fixed, and where an open one prevents sharding."""
     names = [s.name for s in graph.symbols.read]
     if names:
-        yield f"one program for all {', '.join(names)}; costs, shapes and bytes are those of the example"
+        yield f"one program for all {', '.join(names)}. Costs, shapes and bytes are those of the example"
     yield from (f"a length that stays fixed: {text}" for text in graph.symbols.fixed)
     kept = [
         (node, s.size)
@@ -392,8 +392,9 @@ def _length_notes(graph: Graph, mesh: Mesh) -> Iterator[str]:
         s = next(s for s in graph.symbols.read if s.name in free_symbols(size))
         promise = {next(i.fqn for i in graph.inputs if i.name == s.value): {s.dim: f"{mesh.size}*{s.name}"}}
         yield (
-            f"{size} need not be a multiple of the ranks: {len(kept)} operations that merge dims keep it whole, the first "
-            f"is {node.op} in {node.fqn or '(root)'} at {node.source}. Promise a multiple to have it cut: dynamic={promise}"
+            f"{size} need not be a multiple of the ranks, so {len(kept)} operations that merge "
+            f"dims replicate it. The first is {node.op} in {node.fqn or '(root)'} at "
+            f"{node.source}. To shard it, promise a multiple: dynamic={promise}"
         )
 
 
@@ -408,8 +409,8 @@ def _why_replicated(choices: Mapping[str, Choice], axis: int) -> str:
     others = {name: c.alternatives for name, c in choices.items()}
     cheapest = cheapest_use({n: a for n, a in others.items() if choices[n].flops}, axis) or cheapest_use(others, axis)
     if cheapest is None:
-        return "no operation can be split along it"
+        return "no operation can be sharded along it"
     choice, more = choices[cheapest[0]], cheapest[1] * 1e6
     where = f"for {choice.op} in {choice.fqn or '(root)'}"
-    asked = f"that is what was asked for, or found: splitting would save {-more:.3g} µs {where}"
-    return asked if more < 0 else f"splitting would cost time: {more:.3g} µs more {where}, the cheapest to split"
+    asked = f"this was asked for, or found: sharding would save {-more:.3g} µs {where}"
+    return asked if more < 0 else f"sharding would take longer: {more:.3g} µs more {where}, the cheapest to shard"

@@ -73,8 +73,8 @@ class CompileOptions:
             if name in left or asked == value or (is_count and (asked == AUTO or not plan.training)):
                 continue
             raise PlanError(
-                f"{name}={asked!r}: the plan that is given was made for {name}={value!r}. Leave {name} out, and it is the "
-                "plan's, or plan again"
+                f"{name}={asked!r}: the given plan was made for {name}={value!r}. Leave {name} "
+                "out to use the plan's, or plan again"
             )
         return replace(self, **left)
 

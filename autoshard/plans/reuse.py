@@ -37,7 +37,8 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layo
     if plan.training != graph.training:
         made, asked = ("training", "inference") if plan.training else ("inference", "training")
         raise PlanError(
-            f"the plan was made for {made}, and the model is compiled for {asked}: plan again, with training={graph.training}"
+            f"the plan was made for {made}, but the model is compiled for {asked}. Plan "
+            f"again, with training={graph.training}"
         )
     public = {i.name: i.fqn for i in graph.inputs}
     _check_names(plan, graph, public)
@@ -47,8 +48,8 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layo
         choices[node.name] = tuple(by_label[label] for label in labels if label in by_label)
         if not len(choices[node.name]) == len(labels) == mesh.ndim or not is_feasible(choices[node.name], mesh):
             raise PlanError(
-                f"the plan cuts {node.op} in {node.fqn or '(root)'} at {node.source} along {', '.join(labels)}, "
-                "which these sizes do not allow"
+                f"the plan shards {node.op} in {node.fqn or '(root)'} at {node.source} along "
+                f"{', '.join(labels)}, which these sizes do not allow"
             )
     layouts, shared, outputs = _plan_layouts(plan, graph, mesh, choices)
     stating = (i.name for i in graph.inputs if i.kind == "input" or i.name in given)
@@ -115,8 +116,9 @@ def _check_names(plan: Plan, graph: Graph, public: Mapping[str, str]) -> None:
         other += ["output"] * (len(plan.outputs) != len(graph.outputs))
     if other or len(graph.nodes) != len(plan.choices):
         raise PlanError(
-            f"the plan was made for another model or other input shapes: it has {len(plan.choices)} operations, the "
-            f"model {len(graph.nodes)}" + (f", and {other[0]!r} differs" if other else "")
+            "the plan was made for another model or other input shapes: it has "
+            f"{len(plan.choices)} operations, but the model has {len(graph.nodes)}"
+            + (f", and {other[0]!r} differs" if other else "")
         )
 
 
@@ -128,12 +130,12 @@ def check_plan_options(plan: Plan, opts: CompileOptions, known: KnownLayouts, gr
     precision = str(opts.mixed_precision or "")
     if plan.mixed_precision != precision:
         raise PlanError(
-            f"the plan was made for mixed_precision ({plan.mixed_precision or 'none'}), and the model is compiled for "
-            f"({precision or 'none'}): plan again, with the same policy"
+            f"the plan was made for mixed_precision ({plan.mixed_precision or 'none'}), but the "
+            f"model is compiled for ({precision or 'none'}). Plan again, with the same policy"
         )
     if opts.like is not None and not _is_same_strategy(opts.like, plan.like, mesh):
         raise PlanError(
-            f"like={opts.like!r}: the plan that is given was made "
+            f"like={opts.like!r}: the given plan was made "
             f"{f'for like={plan.like}' if plan.like else 'without like='}. Leave like= out, or plan again"
         )
     check_mesh(plan, mesh)
@@ -146,8 +148,8 @@ def check_plan_options(plan: Plan, opts: CompileOptions, known: KnownLayouts, gr
             continue
         if not hint.meets(layout.placements, mesh):
             raise PlanError(
-                f"hint {hint.pattern!r}: in the plan that is given {hint.name!r} lies {layout}. Leave the hint out, or plan "
-                "again, with it"
+                f"hint {hint.pattern!r}: in the given plan {hint.name!r} has layout {layout}. "
+                "Leave the hint out, or plan again with it"
             )
 
 

@@ -142,29 +142,28 @@ def check_stages(mesh: Mesh, opts: CompileOptions) -> None:
     if opts.plan is not None and opts.plan.staged is not None:
         check_mesh(opts.plan, mesh)
     if opts.stages is not None and opts.stages not in mesh.axes:
-        raise MeshError(f"stages={opts.stages!r}: the mesh has the axes {', '.join(mesh.axes)}")
+        raise MeshError(f"stages={opts.stages!r} is not an axis of the mesh. Its axes: {', '.join(mesh.axes)}")
 
 
 def check_schedule(opts: CompileOptions, searched: bool) -> None:
     """Raise :class:`PlanError` for an unknown schedule, or one without stages. ``searched``:
     whether there are or will be stages."""
     if opts.schedule not in SCHEDULES:
-        raise PlanError(f"schedule={opts.schedule!r}: there are {', '.join(map(repr, SCHEDULES))}")
+        raise PlanError(f"schedule={opts.schedule!r} is not known. Known: {', '.join(map(repr, SCHEDULES))}")
     for name in ("schedule", "stages_per_rank"):
         if not searched and getattr(opts, name) != getattr(CompileOptions, name):
             raise PlanError(
-                f"{name}={getattr(opts, name)!r} is one of stages, and there are none: name the mesh axis along which the "
-                'graph is cut, stages="pp"'
+                f'{name}={getattr(opts, name)!r} needs stages. Name the mesh axis that holds them, stages="pp"'
             )
     each = opts.stages_per_rank
     if each is None:
         return
     if isinstance(each, bool) or not isinstance(each, int) or each < 1:
-        raise PlanError(f"stages_per_rank={each!r} is a number of stages, such as 2")
+        raise PlanError(f"stages_per_rank={each!r} is not a number of stages, such as 2")
     if (each > 1) != (opts.schedule == "interleaved") and opts.schedule != "zero_bubble":
         raise PlanError(
-            f"stages_per_rank={each}: {opts.schedule!r} runs {'several' if each == 1 else 'one'}. "
-            "Choose 'interleaved' or 'zero_bubble' for several, 'zero_bubble', '1f1b' or 'gpipe' for one"
+            f"stages_per_rank={each}, but {opts.schedule!r} runs {'several' if each == 1 else 'one'}. "
+            "Use 'interleaved' or 'zero_bubble' for several, 'zero_bubble', '1f1b' or 'gpipe' for one"
         )
 
 
@@ -181,13 +180,13 @@ def split_into_stages(
     ranks = mesh.size_of(opts.stages)
     if micro is not None and opts.schedule in MULTI_STAGE_SCHEDULES and micro.count % max(1, micro.count // ranks):
         raise PlanError(
-            f"schedule={opts.schedule!r} runs micro-batches in {micro.count // ranks} equal rounds, since {opts.stages} "
-            f"has {ranks} ranks, and {micro.count} do not fall into such: choose a multiple of {ranks}"
+            f"schedule={opts.schedule!r} runs micro-batches in {micro.count // ranks} equal rounds of {ranks} "
+            f"ranks along {opts.stages}, but {micro.count} do not divide into them. Use a multiple of {ranks}"
         )
     pieces = SegmentedGraph(graph, mesh_without_axis(mesh, opts.stages), mesh.link(opts.stages), opts.optimizer)
     if opts.plan is not None:
         if opts.plan.staged is None:
-            raise PlanError(f"stages={opts.stages!r}: the plan that is given has no stages. Plan again with them.")
+            raise PlanError(f"stages={opts.stages!r}: the given plan has no stages. Plan again with them.")
         return cut_into_stages(pieces, opts.plan.staged.boundaries, loss, idle=True)
     if known.boundaries is not None:
         return cut_into_stages(pieces, known.boundaries, loss)

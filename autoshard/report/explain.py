@@ -27,7 +27,7 @@ def explain(plan: Record, name: str) -> str:
     anything else.
     """
     if not isinstance(name, str):
-        raise PlanError(f"explain takes a name, or a pattern of modules, got {name!r}")
+        raise PlanError(f"explain takes a name or a pattern of modules, got {name!r}")
     if (first := plan.ties.get(name)) is not None:
         return f"{name} is tied to {first}\n{explain(plan, first)}"
     if plan.kinds.get(name, "value") != "value":
@@ -42,7 +42,7 @@ def explain(plan: Record, name: str) -> str:
         known += [*plan.ties, *dict.fromkeys([*filter(None, plan.modules), *_container_modules(plan)])]
         near = difflib.get_close_matches(name, [*known, *plan.choices], n=3, cutoff=0.3)
         raise PlanError(
-            f"{name!r} is no parameter, buffer, input, module or operation of this plan. "
+            f"{name!r} is not a parameter, buffer, input, module or operation of this plan. "
             f"Nearest: {', '.join(near or known[:3])}"
         )
     lines = [_module_lines(plan, module) for module in found] or [_tensor_lines(plan, n) for n in named]
@@ -71,10 +71,10 @@ def _layout_reason(plan: Record, name: str) -> str:
         return (
             f"asked for by like={plan.like}"
             if plan.like
-            else "asked for by a hint, or laid out by an earlier compilation"
+            else "asked for by a hint, or chosen by an earlier compilation"
         )
     if plan.lower_bound <= 0:
-        return "as the plan that was given says"
+        return "as in the given plan"
     exact = plan.cost.total_s <= plan.lower_bound * (1 + 1e-9)
     return "part of the cheapest plan" if exact else "part of the best plan found"
 
@@ -84,7 +84,7 @@ def _staged_layout_reason(stages: Sequence[Record], name: str) -> str:
     stage = next(p for p in stages if name in p.kinds)
     searched = any(p.lower_bound > 0 for p in stages)
     follows = searched and stage.lower_bound <= 0 and name not in stage.given
-    return "as in a stage before that is equal" if follows else _layout_reason(stage, name)
+    return "as in an equal earlier stage" if follows else _layout_reason(stage, name)
 
 
 def _explained_layout(plan: Record, name: str) -> str:
@@ -94,7 +94,7 @@ def _explained_layout(plan: Record, name: str) -> str:
     axis, plans = plan.staged.axis, plan.staged.plans
     there = [str(i) for i, p in enumerate(plans) if name in p.kinds]
     layout = next(p.layouts[name] for p in plans if name in p.kinds)
-    how = "whole" if layout.mesh.axes == (axis,) else show_layout(layout)
+    how = "unsharded" if layout.mesh.axes == (axis,) else show_layout(layout)
     return f"{how} in stage{'s' * (len(there) > 1)} {' and '.join(there)} of {len(plans)}"
 
 
@@ -102,7 +102,8 @@ def _tensor_lines(plan: Record, name: str) -> Iterator[str]:
     shape, layout = plan.shapes[name], plan.layouts[name]
     yield f"{name}: {plan.kinds[name]}, {plan.dtypes.get(name, '')}{list(shape)}"
     each = "per rank" if plan.staged is None else "on each of its ranks"
-    yield f"  lies {_explained_layout(plan, name)}: {show_bytes(local_bytes(plan, name))} {each}; {_layout_reason(plan, name)}"
+    held = show_bytes(local_bytes(plan, name))
+    yield f"  layout {_explained_layout(plan, name)}: {held} {each}; {_layout_reason(plan, name)}"
     yield from _note_lines(plan, [name])
     shared = show_layout(plan.shared.get(name, layout))
     if shared != show_layout(layout):
@@ -135,7 +136,7 @@ def _operation_lines(plan: Record, node: str) -> Iterator[str]:
         and any("folded" in label for label in choice.labels)
         and not any("halves" in c.reason for c in sent)
     ):
-        yield f"  the sequence comes, and goes on, in folded order of {plan.folded} ranks: nothing is swapped for it"
+        yield f"  the sequence is in zigzag order of {plan.folded} ranks here: no exchange is needed"
     yield from _alternative_lines(plan, choice, "  ")
     yield from _collective_lines(sent)
 
@@ -176,17 +177,17 @@ def _choice_text(choice: Choice) -> str:
 def _choice_reason(plan: Record, choice: Choice) -> str:
     if not choice.has_rule:
         return "it has no rule"
-    return f"like={plan.like} asks for it where it names it" if plan.like else "part of the plan that was found"
+    return f"like={plan.like} asks for it, if it names this operation" if plan.like else "part of the plan found"
 
 
 def _sharding_text(plan: Record, choice: Choice, labels: tuple[str, ...] = ()) -> str:
-    """``cut along n@tp``, ``whole``, ``on summands``."""
+    """``sharded along n@tp``, ``replicated …``, ``on partial sums …``."""
     pairs = list(zip(labels or choice.labels, plan.mesh.axes, strict=True))
     cut = [f"{label.replace('...', 'd')}@{axis}" for label, axis in pairs if is_dividing_label(label)]
     summed = [axis for label, axis in pairs if label.startswith("P(")]
-    parts = [f"cut along {', '.join(cut)}"] if cut else []
-    parts += [f"on summands along {', '.join(summed)}"] if summed else []
-    return " and ".join(parts) or "whole on every rank"
+    parts = [f"sharded along {', '.join(cut)}"] if cut else []
+    parts += [f"on partial sums along {', '.join(summed)}"] if summed else []
+    return " and ".join(parts) or "replicated on every rank"
 
 
 def _alternative_lines(plan: Record, choice: Choice, indent: str, most: int = 3) -> Iterator[str]:
@@ -199,7 +200,7 @@ def _alternative_lines(plan: Record, choice: Choice, indent: str, most: int = 3)
             seconds_by_text[what] = min(seconds, seconds_by_text.get(what, seconds))
     for what, seconds in list(seconds_by_text.items())[:most]:
         more = "more" if seconds >= 0 else "less"
-        yield f"{indent}instead {what}: {show_seconds(abs(seconds))} {more} a step, all else as it is"
+        yield f"{indent}instead {what}: {show_seconds(abs(seconds))} {more} per step, with all else unchanged"
 
 
 def _collective_lines(collectives: Iterable[Collective]) -> Iterator[str]:
@@ -230,10 +231,10 @@ def diff(plan: Record, other: Record) -> str:
     parts.append(
         "Layouts that differ\n" + _aligned_columns(layouts)
         if layouts
-        else "All parameters, buffers and inputs lie alike"
+        else "All parameters, buffers and inputs have the same layouts"
     )
     if work := _operation_differences(plan, other):
-        parts.append("Operations that run otherwise\n" + _aligned_columns(work))
+        parts.append("Operations that run differently\n" + _aligned_columns(work))
     if sent := _collective_differences(plan, other):
         parts.append("Collectives of a step\n" + _aligned_columns(sent))
     return "\n\n".join(parts)

@@ -493,7 +493,7 @@ def _decoded(cls: type[Kind], data: Any, path: str = "") -> Kind:
     """The inverse of :func:`_encoded`; fields that older plans lack get defaults."""
     form = read_as(_PlanHeader, data, path)
     if form.format != 1:
-        raise SchemaError(f"its format is {form.format}, and 1 is known")
+        raise SchemaError(f"its format is {form.format}, but only 1 is known")
     for name, least in _FIELD_MINIMUMS.items():
         if getattr(form, name) < least:
             raise SchemaError(f"{name} is an int of at least {least}, got {getattr(form, name)}")
@@ -517,7 +517,7 @@ _LARGEST_NUMBER = 1e100
 def _finite(data: Any, path: str) -> float:
     found: float = read_as(float, data, path)
     if abs(found) >= _LARGEST_NUMBER:
-        raise SchemaError(f"{path} is a number below {_LARGEST_NUMBER:g}, got {found}")
+        raise SchemaError(f"{path} must be a number below {_LARGEST_NUMBER:g}, got {found}")
     return found
 
 
@@ -547,7 +547,7 @@ def _check_consistency(plan: Record) -> None:
         size, count = plan.mesh.size_of((staged.axis,)), len(staged.plans)
         between = {len(x) for x in (staged.boundaries, staged.messages, staged.sent)}
         if between != {count - 1} or len(staged.flying) != count or count % size:
-            raise SchemaError(f"staged is of {size} stages or a multiple, with one boundary less")
+            raise SchemaError(f"staged must have {size} stages or a multiple, with one boundary fewer")
 
 
 def _require_names(names: Container[str], where: str, asked: Iterable[str]) -> None:

@@ -51,7 +51,7 @@ def _axis(plan: Record, axis: str | None) -> str:
     wanted = "tp" if axis is None else axis
     if wanted not in plan.mesh.axes:
         raise PlanError(
-            f"to_tp_plan: the mesh ({plan.mesh}) has no axis {wanted!r}: name the one that cuts the modules"
+            f"to_tp_plan: the mesh ({plan.mesh}) has no axis {wanted!r}. Name the axis that shards the modules"
         )
     return wanted
 
@@ -97,10 +97,10 @@ def _patterns(found: dict[str, str], modules: set[str]) -> dict[str, str]:
 def _inexpressible(plan: Record, axis: str, covered: set[str]) -> Iterator[str]:
     for other in plan.mesh.axes:
         if other != axis and any(_is_sharded_along(x, other) for x in plan.layouts.values()):
-            yield f"what is cut along {other!r}: a tp_plan knows one axis"
+            yield f"shards along {other!r}: a tp_plan knows one axis"
     for name, kind in plan.kinds.items():
         if kind in ("parameter", "buffer") and name not in covered and _is_sharded_along(plan.layouts[name], axis):
-            yield f"{kind} {name} lies in {plan.layouts[name]}"
+            yield f"{kind} {name} has layout {plan.layouts[name]}"
 
 
 def _is_sharded_along(layout: Layout, axis: str) -> bool:

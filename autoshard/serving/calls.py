@@ -49,31 +49,31 @@ def check_asked(objective: str, profile: Profile, training: bool, others: Mappin
     ``others``: other options by name, which must be false.
     """
     if objective not in OBJECTIVES:
-        raise PlanError(f"objective={objective!r} is none: {', '.join(map(repr, OBJECTIVES))}")
+        raise PlanError(f"objective={objective!r} is not known. Known: {', '.join(map(repr, OBJECTIVES))}")
     if objective == "step" and profile is None:
         return
     if profile is not None and not isinstance(profile, Mapping):
-        raise PlanError(f'profile is {{call: how often}}, such as {{"prefill": 1, "decode": 200}}, got {profile!r}')
+        raise PlanError(f'profile is {{call: frequency}}, such as {{"prefill": 1, "decode": 200}}, got {profile!r}')
     what = f"objective={objective!r}" if profile is None else "profile"
     if training:
         raise PlanError(f"{what} is for inference: pass training=False (--inference on the command line)")
     if wrong := [name for name, value in others.items() if value]:
-        raise PlanError(f"{what} does not go with {wrong[0]}=: leave one of them out")
+        raise PlanError(f"{what} cannot be combined with {wrong[0]}=. Leave one of them out")
     for name, given in (profile or {}).items():
         times = given[0] if isinstance(given, tuple) and given else given
         if isinstance(given, tuple) and not _is_call_arguments(*given[1:]):
             raise PlanError(
-                f"profile: {name!r} is how often it comes, or (how often, args, kwargs) with a tuple and a dict, got {given!r}"
+                f"profile: {name!r} is a frequency, or (frequency, args, kwargs) with a tuple and a dict, got {given!r}"
             )
         if isinstance(times, bool) or not isinstance(times, int | float) or not 0 <= times < float("inf"):
-            raise PlanError(f"profile: how often {name!r} comes is a number, or (number, args, kwargs), got {given!r}")
+            raise PlanError(f"profile: the frequency of {name!r} is a number, or (number, args, kwargs), got {given!r}")
         if not (isinstance(given, tuple) and len(given) > 1) and name not in (PREFILL, DECODE):
             raise PlanError(
-                f"profile: {name!r} needs its arguments: {{{name!r}: (how often, args, kwargs)}}. Only {PREFILL!r}, the "
-                f"example, and {DECODE!r}, a token after it, are known without"
+                f"profile: {name!r} needs its arguments: {{{name!r}: (frequency, args, kwargs)}}. Only "
+                f"{PREFILL!r} (the example) and {DECODE!r} (a token after it) are known without them"
             )
     if profile is not None and not any(g[0] if isinstance(g, tuple) else g for g in profile.values()):
-        raise PlanError("profile: no call comes at all")
+        raise PlanError("profile: every frequency is zero")
 
 
 def _is_call_arguments(args: Any = (), kwargs: Any = None, *more: Any) -> bool:
@@ -149,7 +149,7 @@ def _bound_arguments(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            raise CaptureError("a profile needs arguments with names: this forward takes *args")
+            raise CaptureError("a profile needs named arguments, but this forward takes *args")
         found |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
     return found
 
@@ -199,7 +199,7 @@ def _decode_call(skeleton: nn.Module, prompt: dict[str, Any], times: float, capt
     parameters = inspect.signature(skeleton.forward).parameters
     states = {n: x for n, x in _output_fields(given).items() if n in parameters and x is not None}
     if not states:
-        raise _UnknownDecodeError(_unknown_decode_text("it gives back nothing that is called as one of its arguments"))
+        raise _UnknownDecodeError(_unknown_decode_text("it returns nothing that has the name of an argument"))
     own = {**others, name: ids.new_empty((requests, 1)), **of_length(length + 1), **states}
     made = capture(skeleton, (), own)
     return ServedCall(DECODE, times, made, requests, 1, _carried_states(given, own, made))
@@ -241,6 +241,6 @@ def _output_fields(given: Any) -> Mapping[str, Any]:
 
 def _unknown_decode_text(why: str) -> str:
     return (
-        f"what a step of decoding is called with is not known of this model: {why}. Give an example of it: "
+        f"the arguments of a decoding step are not known for this model: {why}. Give an example: "
         f'profile={{"{PREFILL}": 1, "{DECODE}": (200, args, kwargs)}}'
     )

@@ -299,9 +299,9 @@ def _require_budget(found: tuple[Program, Memory], mesh: Mesh, opts: CompileOpti
     peak, budget = found[1].peak, opts.budget(mesh.hardware)
     if peak > budget:
         raise PlanError(
-            f"no plan within {show_bytes(budget, 4)} per rank was found on {mesh} for all calls of the profile: one of them "
-            f"takes {show_bytes(peak, 4)}, at {found[1].moment} ({found[1].dominant()}). What helps: fewer requests, shorter "
-            "prompts, or more ranks."
+            f"no plan within {show_bytes(budget, 4)} per rank was found on {mesh} for all calls "
+            f"of the profile. One of them takes {show_bytes(peak, 4)}, at {found[1].moment} "
+            f"({found[1].dominant()}). What helps: fewer requests, shorter prompts, or more ranks."
         )
     return found
 

@@ -40,8 +40,8 @@ class _ByName:
         found = _MISSING.search(str(error))
         name = f"{owner}.{found[1]}" if found else owner
         raise AutoshardError(
-            f"torch {__version__} has no {name} ({error}). autoshard needs it, and is for torch 2.11 to 2.15: install one of "
-            "these; docs/compatibility.md says what ran on each."
+            f"torch {__version__} has no {name} ({error}). autoshard needs it and supports torch "
+            "2.11 to 2.15. Install one of these; docs/compatibility.md lists what ran on each."
         ) from error
 
 

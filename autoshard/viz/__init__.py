@@ -44,7 +44,7 @@ def visualize(what: Any, path: str | os.PathLike[str], *, before: Any = None) ->
     if suffix is None:
         raise PlanError(f"cannot draw a plan into {str(path)!r}: the suffix must be one of {', '.join(_FORMATS)}")
     if before is not None and suffix != ".html":
-        raise PlanError(f"two plans are compared in .html only, not in {suffix}")
+        raise PlanError(f"two plans can be compared in .html only, not in {suffix}")
     plan = _plan_of(what)
     text = html(plan, _plan_of(before)) if before is not None else _FORMATS[suffix](plan)
     Path(path).write_text(text, encoding="utf-8")
@@ -149,5 +149,5 @@ def _footer(layout: Layout, blocks: dict[tuple[BlockRange, ...], list[int]]) -> 
     if partial:
         lines.append(f"the value is the combination of what the ranks along {', '.join(partial)} hold")
     if copies > 1 and not partial:
-        lines.append(f"every block lies on {copies} ranks")
+        lines.append(f"{copies} ranks hold every block")
     return lines

@@ -386,7 +386,7 @@ def svg(plan: Record) -> str:
     """The plan drawn by Graphviz. Raises :class:`PlanError` if ``dot`` is missing or fails."""
     program = shutil.which("dot")
     if program is None:
-        raise PlanError("an .svg needs Graphviz's `dot` program (apt-get install graphviz); .dot and .html do not")
+        raise PlanError("an .svg needs Graphviz's `dot` program (apt-get install graphviz), but .dot and .html do not")
     run = subprocess.run([program, "-Tsvg"], input=dot(plan), capture_output=True, text=True, encoding="utf-8")
     if run.returncode != 0:
         raise PlanError(f"Graphviz could not draw the plan: {run.stderr.strip()[:500]}")

@@ -191,7 +191,7 @@ class FunctionBody:
         found = [self.recomputed[n] for n in names if n in self.recomputed]
         kept, seconds = sum(r.bytes for r in found), sum(r.seconds for r in found)
         paid = f", for {seconds * 1e6:.2g} µs" if seconds >= 1e-9 else ""
-        return f"runs again in the backward, keeps {binary_bytes(kept)} less{paid}" if kept or paid else ""
+        return f"recomputed in the backward, keeps {binary_bytes(kept)} less{paid}" if kept or paid else ""
 
     def call(self, segment: Segment, kind: str, method: str, lengths: Sequence[str], kept: Collection[str]) -> None:
         """Write the call of ``method`` of a block of class ``kind``."""
@@ -279,6 +279,6 @@ class FunctionBody:
         ]
         if s.call.fn in COLLECTIVE_MATMULS:
             moved = (step_comment(part).partition("    ")[0] for part in s.parts if part.step is not None)
-            made += [f"{arrow} part by part" for arrow in moved]
+            made += [f"{arrow} by collective matmul" for arrow in moved]
         source = s.node.source if s.node is not None else ""
         return printable("; ".join(made) + (f"  {source}" if source else ""))

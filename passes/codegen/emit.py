@@ -228,8 +228,11 @@ class _SourceFile:
         header = [
             f'"""{docstring(title)}',
             "",
-            "Comments: local/global sizes and the layout; S(d)@axis: sharded along dim d, P@axis: a summand,",
-            "R@axis: whole (its gradient is a summand), I@axis (not shown): whole, and so is its gradient.",
+            "Comments: local/global sizes and the layout; S(d)@axis: sharded along dim d, P@axis: a partial sum,",
+            (
+                "R@axis: replicated (its gradient is a partial sum), I@axis (not shown): "
+                "replicated, and so is its gradient."
+            ),
             '"""',
             "",
             "import torch",

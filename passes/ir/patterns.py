@@ -208,7 +208,7 @@ class Matcher:
             case ast.Call():
                 yield from self._match_call(pattern, value, bound, _FIRST)
             case _:
-                raise ValueError(f"no pattern: {ast.unparse(pattern)}")
+                raise ValueError(f"not a pattern: {ast.unparse(pattern)}")
 
     def _match_all(self, pairs: Sequence[tuple[ast.expr, Any]], bound: Bindings) -> Iterator[Bindings]:
         if not pairs:

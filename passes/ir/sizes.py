@@ -301,7 +301,7 @@ def shape_mismatch(types: Mapping[str, TensorType], symbols: Symbols, shapes: Ma
     values = solve_symbols(symbols, shapes)
     for s in symbols.read:
         if s.name not in values:
-            return f"dim {s.dim} of {s.value} is {shapes[s.value][s.dim]}, no multiple of {s.factor}"
+            return f"dim {s.dim} of {s.value} is {shapes[s.value][s.dim]}, not a multiple of {s.factor}"
     for name, shape in shapes.items():
         for dim, (n, length) in enumerate(zip(types[name].shape, shape, strict=True)):
             if evaluate_length(n, values) != length:

@@ -56,7 +56,7 @@ def check_program(program: Program) -> None:
         made.update(name for name in statement.outputs if name != "_")
     for out, layout in zip(program.outputs, program.assignment.outputs, strict=True):
         if isinstance(out, Ref) and program.layouts[out.name] != layout:
-            raise PlanError(f"invalid program: output {out.name} lies in {program.layouts[out.name]}, not {layout}")
+            raise PlanError(f"invalid program: output {out.name} has layout {program.layouts[out.name]}, not {layout}")
     for name in sorted(program.returned):
         if name not in made:
             raise PlanError(f"invalid program: it returns {name}, which nothing makes")
@@ -90,9 +90,9 @@ def _check_redistribution(statement: Statement, program: Program) -> None:
         raise PlanError(f"invalid program: {statement.call} is not one step, and has no members")
     source, made = program.layouts[operands[0]], program.layouts[statement.outputs[0]]
     if source != step.src:
-        raise PlanError(f"invalid program: {step} starts from a value that lies in {source}")
+        raise PlanError(f"invalid program: {step} starts from a value of layout {source}")
     if (step.dst,) != statement.layouts or step.dst != made:
-        raise PlanError(f"invalid program: {step} makes {statement.outputs[0]}, which is to lie in {made}")
+        raise PlanError(f"invalid program: {step} makes {statement.outputs[0]}, whose layout is {made}")
 
 
 def _check_operation(statement: Statement, program: Program) -> None:
@@ -107,7 +107,8 @@ def _check_operation(statement: Statement, program: Program) -> None:
         whole, value = program.layouts[counted.name], program.values.get(counted.name, counted.name)
         if value not in wanted or not is_fully_replicated(whole.placements):
             raise PlanError(
-                f"invalid program: {_describe_statement(statement)} counts {value} as {whole}, not its labels whole"
+                f"invalid program: {_describe_statement(statement)} counts {value} as "
+                f"{whole}, not as the full tensor of its labels"
             )
         wanted[value].add(whole.placements)
     for name in reads(statement):

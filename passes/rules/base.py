@@ -165,7 +165,7 @@ def broadcast(shape: Sequence[int], to: Sequence[int], names: Dims) -> Dims:
 def _is_same_length(a: int, b: int) -> bool:
     """Whether two lengths are equal. Raises :class:`RuleError` if they are in the example only."""
     if a != b and int(a) == int(b) != 1:
-        raise RuleError(f"the lengths {a} and {b} are equal, but not in all calls as far as can be seen")
+        raise RuleError(f"the lengths {a} and {b} are equal, but perhaps not in all calls")
     return a == b
 
 

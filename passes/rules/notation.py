@@ -53,7 +53,7 @@ def parse(text: str) -> Notation:
     left, right = ([_term(t, text) for t in side.split(",")] if side.strip() else [()] for side in sides)
     known = {f for term in left for dim in term for f in dim}
     if (ELLIPSIS,) in [dim for term in right for dim in term] and ELLIPSIS not in known:
-        raise RuleError(f"rule {text!r}: '...' stands in a result but in no operand; write it in an operand too")
+        raise RuleError(f"rule {text!r}: '...' stands in a result but in no operand. Write it in an operand too")
     return Notation(tuple(left), tuple(right), text)
 
 
@@ -67,13 +67,13 @@ def _term(text: str, rule: str) -> Term:
         match = _TOKEN.match(text, position)
         if match is None:
             raise RuleError(
-                f"rule {rule!r}: cannot read {text[position:].strip()!r} in {text.strip()!r}; "
-                "use letters or words for factors, (a b) for a compound dim, '...' and '_'"
+                f"rule {rule!r}: cannot read {text[position:].strip()!r} in {text.strip()!r}. "
+                "Use letters or words for factors, (a b) for a compound dim, '...' and '_'"
             )
         token, position = match.group(1), match.end()
         if token == "(":
             if compound is not None:
-                raise RuleError(f"rule {rule!r}: nested parentheses in {text.strip()!r}; write (a b c) flat")
+                raise RuleError(f"rule {rule!r}: nested parentheses in {text.strip()!r}. Write (a b c) flat")
             compound = []
         elif token == ")":
             if not compound:
@@ -82,14 +82,14 @@ def _term(text: str, rule: str) -> Term:
             compound = None
         elif compound is not None:
             if token in (ELLIPSIS, UNSHARDED_DIM):
-                raise RuleError(f"rule {rule!r}: {token!r} inside parentheses in {text.strip()!r}; use factor names")
+                raise RuleError(f"rule {rule!r}: {token!r} inside parentheses in {text.strip()!r}. Use factor names")
             compound.append(token)
         else:
             dims.append((token,))
     if compound is not None:
         raise RuleError(f"rule {rule!r}: '(' is not closed in {text.strip()!r}")
     if dims.count((ELLIPSIS,)) > 1:
-        raise RuleError(f"rule {rule!r}: two '...' in {text.strip()!r}; use one")
+        raise RuleError(f"rule {rule!r}: two '...' in {text.strip()!r}. Use one")
     return tuple(dims)
 
 
@@ -119,8 +119,8 @@ def rule(
     takes = tensor_arguments(op)
     if len(parsed.operands) != len(takes) and not (parsed.operands == ((),) and not takes):
         raise RuleError(
-            f"{op}: rule {notation!r} has {len(parsed.operands)} operands, the op takes {len(takes)} tensors "
-            f"({', '.join(takes)}); write one term per tensor argument, optional ones included"
+            f"{op}: rule {notation!r} has {len(parsed.operands)} operands, but the op takes {len(takes)} "
+            f"tensors ({', '.join(takes)}). Write one term per tensor argument, optional ones included"
         )
     gives = len(op._schema.returns)
     if len(parsed.results) != gives and not (parsed.results == ((),) and not gives):
@@ -189,8 +189,8 @@ def _expand_ellipsis(
         if spare < 0 or (spare > 0 and (ELLIPSIS,) not in term):
             shown = " ".join("(" + " ".join(d) + ")" if len(d) > 1 else d[0] for d in term)
             raise RuleError(
-                f"{where}: {text} {shown!r} has {len(term)} dims, its shape {list(shape)} has "
-                f"{len(shape)}; name every dim, or start the term with '...'"
+                f"{where}: {text} {shown!r} has {len(term)} dims, but its shape {list(shape)} "
+                f"has {len(shape)}. Name every dim, or start the term with '...'"
             )
         extra.append(spare)
     most = max((e for e, t in zip(extra, terms, strict=True) if (ELLIPSIS,) in t), default=0)
@@ -215,8 +215,8 @@ def _factor_sizes(terms: Sequence[Term], shapes: Sequence[tuple[int, ...]], wher
                 known = sizes.get(dim[0], n)
                 if n != known and 1 not in (n, known):
                     raise RuleError(
-                        f"{where}: factor {dim[0]!r} is {known} long in one operand and {n} in another; "
-                        "give dims of different length different names, or '_' where the dim must be whole"
+                        f"{where}: factor {dim[0]!r} is {known} long in one operand and {n} in another. "
+                        "Give dims of different length different names, or '_' if the dim is not sharded"
                     )
                 sizes[dim[0]] = known if n == 1 else n
     for dim, n in compound:

@@ -87,7 +87,7 @@ def test_small_factors_and_costs_are_named() -> None:
     found = report(nn.Linear(2, 2), torch.randn(2, 2), mesh=autoshard.Mesh({"x": 3}, "ideal_network"))
     assert [op.reason for op in found.ops] == ["no factor is as long as 3 ranks"]
     slow = report(Loss(), torch.randn(4, 16), mesh=autoshard.Mesh({"x": 2}, "h100"))
-    assert ("aten.tanh.default", "replicated", "dividing it does not pay") in [
+    assert ("aten.tanh.default", "replicated", "sharding it does not pay") in [
         (o.op, o.status, o.reason) for o in slow.ops
     ]
 

@@ -175,5 +175,5 @@ def test_what_could_not_be_avoided_is_told(caplog: pytest.LogCaptureFixture) -> 
         caplog.clear()
         assert calibration._warned_if_disturbed(hardware, here) is hardware
         assert len(caplog.records) == said
-    assert "40 % of what calibrate() measured was disturbed" in caplog.text
-    assert "calibrate again when the machine is quiet" in caplog.text
+    assert "40 % of the measurements of calibrate() were disturbed" in caplog.text
+    assert "Calibrate again when the machine is quiet" in caplog.text

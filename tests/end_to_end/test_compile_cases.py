@@ -208,7 +208,7 @@ def test_parameters_keep_their_layout_in_the_other_mode(hardware: str, hints: di
         with torch.set_grad_enabled(mode):
             torch.testing.assert_close(sharded.train(mode)(randn(4, 8)), model(randn(4, 8)), rtol=1e-9, atol=1e-12)
     plan = sharded.plan
-    with pytest.raises(autoshard.PlanError, match="plan again, with training="):
+    with pytest.raises(autoshard.PlanError, match="Plan again, with training="):
         autoshard.compile(model.train(not first), plan.mesh, (randn(4, 8),), plan=plan)
 
 

@@ -1,7 +1,7 @@
 """Gpt on mesh tp=2: what every rank runs, on its own shards.
 
-Comments: local/global sizes and the layout; S(d)@axis: sharded along dim d, P@axis: a summand,
-R@axis: whole (its gradient is a summand), I@axis (not shown): whole, and so is its gradient.
+Comments: local/global sizes and the layout; S(d)@axis: sharded along dim d, P@axis: a partial sum,
+R@axis: replicated (its gradient is a partial sum), I@axis (not shown): replicated, and so is its gradient.
 """
 
 import torch
@@ -33,7 +33,7 @@ class Block(runtime.Block):
     def forward(self, x):
         down_bias = runtime.partial(self.down.bias, "tp", of="I")  # I@tp → P@tp
 
-        # runs again in the backward, keeps 178.5 KiB less, for 0.16 µs
+        # recomputed in the backward, keeps 178.5 KiB less, for 0.16 µs
         def block_again(
             x,
             norm_1_weight,

@@ -1,7 +1,7 @@
 """Gpt on mesh dp=2, tp=2: what every rank runs, on its own shards.
 
-Comments: local/global sizes and the layout; S(d)@axis: sharded along dim d, P@axis: a summand,
-R@axis: whole (its gradient is a summand), I@axis (not shown): whole, and so is its gradient.
+Comments: local/global sizes and the layout; S(d)@axis: sharded along dim d, P@axis: a partial sum,
+R@axis: replicated (its gradient is a partial sum), I@axis (not shown): replicated, and so is its gradient.
 """
 
 import torch

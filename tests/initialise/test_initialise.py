@@ -305,7 +305,7 @@ class Bad(nn.Module):
     ("kind", "message"),
     [
         ("looks", r"_local_scalar_dense.* at .*test_initialise.py:\d+.* depend on random numbers"),
-        ("generator", r"normal_.* at .*test_initialise.py:\d+ draws from a generator of its own"),
+        ("generator", r"normal_.* at .*test_initialise.py:\d+ draws from its own generator"),
         ("device", r"zeros.* at .*test_initialise.py:\d+ makes a tensor on meta"),
         ("outside", r"add_.* at .*test_initialise.py:\d+ writes to a tensor made outside"),
         ("lazy", r"Bad has a lazy module"),
@@ -329,7 +329,7 @@ def test_the_refusal_names_the_parameter() -> None:
 
         return Picky()
 
-    with pytest.raises(InitialiseError, match=r"test_initialise.py:\d+, on 'scale' of Picky, looks at values"):
+    with pytest.raises(InitialiseError, match=r"test_initialise.py:\d+, on 'scale' of Picky, reads values"):
         deferred_init(fn)
 
 

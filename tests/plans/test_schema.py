@@ -119,7 +119,7 @@ def test_text_that_is_no_json(text: str, tmp_path: Path) -> None:
             Plan.from_json(found)
     for found in (text.encode(), b"\xff\xfe\x00"):
         (tmp_path / "h.json").write_bytes(found)
-        with pytest.raises(MeshError, match=r"is no hardware that Hardware\.save wrote"):
+        with pytest.raises(MeshError, match=r"was not written by Hardware\.save"):
             Hardware.load(tmp_path / "h.json")
 
 

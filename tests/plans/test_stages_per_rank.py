@@ -72,7 +72,7 @@ def test_a_plan_that_is_given_says_how_many() -> None:
     assert made.staged is not None
     assert again.staged.boundaries == made.staged.boundaries
     assert of_each(again) == 3
-    with pytest.raises(PlanError, match=r"stages_per_rank=5: the plan that is given was made for stages_per_rank=3"):
+    with pytest.raises(PlanError, match=r"stages_per_rank=5: the given plan was made for stages_per_rank=3"):
         autoshard.compile(model, mesh, (x,), plan=plan, stages_per_rank=5, **asked)
 
 
@@ -83,7 +83,7 @@ def test_a_plan_that_is_given_says_how_many() -> None:
         ({"stages_per_rank": 1, "schedule": "interleaved"}, "stages_per_rank=1: 'interleaved' runs several"),
         ({"stages_per_rank": 0, "schedule": "zero_bubble"}, "stages_per_rank=0 is a number of stages, such as 2"),
         ({"stages_per_rank": True, "schedule": "zero_bubble"}, "stages_per_rank=True is a number of stages"),
-        ({"stages_per_rank": 2, "stages": None}, "stages_per_rank=2 is one of stages, and there are none"),
+        ({"stages_per_rank": 2, "stages": None}, "stages_per_rank=2 needs stages"),
         ({"stages_per_rank": 20, "schedule": "interleaved"}, "40 stages: the model has"),
     ],
 )

@@ -157,7 +157,7 @@ def test_a_config_of_transformers(model: str, capsys: pytest.CaptureFixture[str]
 def test_what_is_no_config_of_transformers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     assert main(["plan", f"hf:{tmp_path}", "--mesh", "tp=2"]) == 2
-    assert "is no config of transformers" in capsys.readouterr().err
+    assert "is not a config of transformers" in capsys.readouterr().err
 
 
 def test_verify_that_fails_has_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -390,7 +390,7 @@ MISTAKES = [
     (["plan", "mlp", "--mesh", "tp=2", "--hardware", "gpu"], "unknown hardware 'gpu'. Known: a100, h100, "),
     (
         ["plan", "hf:lama", "--mesh", "tp=2"],
-        "hf:lama is not known here, and no config.json or folder with one. Known: hf:llama, hf:mistral, ",
+        "hf:lama is not known here, and is not a config.json or a folder with one. Known: hf:llama, hf:mistral, ",
     ),
     (["plan", "mlp", "--mesh", "tp=2", "--hint", "rowwise"], "--hint 'rowwise': write PATTERN=HINT, for example "),
     (["plan", "mlp", "--mesh", "tp=2", "--hint", "nowhere=rowwise"], "hint 'nowhere' matches no parameter, buffer, "),
@@ -399,7 +399,7 @@ MISTAKES = [
     (["plan", "my_models.nets:alone", "--mesh", "tp=2"], "my_models.nets:alone returns a model without example inputs"),
     (
         ["plan", "my_models.nets:number", "--mesh", "tp=2"],
-        "my_models.nets:number returns int; return (model, args) or ",
+        "my_models.nets:number returns int. Return (model, args) or ",
     ),
     (
         ["plan", "my_models.nets:with_inputs", "--mesh", "tp=2", "--batch", "8"],

@@ -58,9 +58,9 @@ def test_hardware_of_a_mesh_that_says_none() -> None:
     for mesh in ({"tp": 2}, Mesh({"tp": 2}, hardware="a100")):
         assert autoshard.plan(Net(), mesh, (X,), hardware="a100").mesh.hardware.name == "a100"
     assert autoshard.plan(Net(), {"tp": 2}, (X,)).mesh.hardware.name == "h100"
-    with pytest.raises(autoshard.MeshError, match="is one of h100, and hardware='a100' is asked for"):
+    with pytest.raises(autoshard.MeshError, match="has hardware h100, but hardware='a100' is asked for"):
         autoshard.plan(Net(), Mesh({"tp": 2}), (X,), hardware="a100")
-    with pytest.raises(autoshard.PlanError, match="as its third argument, and like='fsdp' beside it"):
+    with pytest.raises(autoshard.PlanError, match="as its third argument and got like='fsdp' as well"):
         autoshard.score(Net(), {"tp": 2}, "ddp", (X,), like="fsdp")
 
 
@@ -250,7 +250,7 @@ NOT_TAKEN: dict[str, tuple[Callable[[], Any], str]] = {
     "no steps": (lambda: autoshard.verify(Net(), {"tp": 2}, (X,), steps=0), "steps is 0: at least one step is needed"),
     "measured": (lambda: autoshard.measure(Net(), (X,)), "measure takes the result of autoshard.compile, got Net"),  # type: ignore[arg-type]
     "clipped": (lambda: autoshard.clip_grad_norm_(Net(), 1.0), "takes the result of autoshard.compile, got Net"),  # type: ignore[arg-type]
-    "explained": (lambda: autoshard.plan(Net(), {"tp": 2}, (X,)).explain(3), "explain takes a name, .* got 3"),  # type: ignore[arg-type]
+    "explained": (lambda: autoshard.plan(Net(), {"tp": 2}, (X,)).explain(3), "explain takes a name or .* got 3"),  # type: ignore[arg-type]
     "compared": (lambda: autoshard.plan(Net(), {"tp": 2}, (X,)).diff("x"), "diff takes another plan, got 'x'"),  # type: ignore[arg-type]
 }
 

@@ -242,7 +242,7 @@ def test_malformed_meshes() -> None:
         ({"example_args": (X,), "memory_budget": -1}, "memory_budget is bytes per rank, such as 40e9, got -1"),
         (
             {"example_args": (X,), "schedule": "fifo"},
-            "schedule='fifo': there are 'gpipe', '1f1b', 'interleaved', 'zero_bubble'",
+            "schedule='fifo' is not known. Known: 'gpipe', '1f1b', 'interleaved', 'zero_bubble'",
         ),
     ],
 )
@@ -376,7 +376,7 @@ def test_what_is_no_model_and_no_example() -> None:
 
 def test_hardware_beside_a_mesh() -> None:
     assert autoshard.plan(Net(), {"tp": 2}, (X,), hardware="ideal_network").mesh.hardware.name == "ideal_network"
-    with pytest.raises(autoshard.MeshError, match="is one of h100, and hardware='ideal_network' is asked for"):
+    with pytest.raises(autoshard.MeshError, match="has hardware h100, but hardware='ideal_network' is asked for"):
         autoshard.plan(Net(), autoshard.Mesh({"tp": 2}), (X,), hardware="ideal_network")
     with pytest.raises(autoshard.MeshError, match="unknown hardware 3"):
         autoshard.plan(Net(), None, (X,), devices=2, hardware=3)  # type: ignore[arg-type]

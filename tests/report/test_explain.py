@@ -66,8 +66,8 @@ def test_a_parameter() -> None:
         planned("megatron").explain("blocks.1.down.weight"),
         """
         blocks.1.down.weight: parameter, float32[64, 256]
-          lies S(1)@tp: 16.4 kB per rank; asked for by like='megatron'
-          read as S(1)@tp by linear_3 (linear in blocks.1.down), cut along k@tp
+          layout S(1)@tp: 16.4 kB per rank; asked for by like='megatron'
+          read as S(1)@tp by linear_3 (linear in blocks.1.down), sharded along k@tp
           nothing is sent for it
         """,
     )
@@ -78,7 +78,7 @@ def test_an_operation_and_what_it_sends() -> None:
         planned("megatron").explain("linear_3"),
         """
         linear_3: linear in blocks.1.down at test_explain.py:30
-          runs cut along k@tp
+          runs sharded along k@tp
           reads relu_1 [256, 256] as S(1)@tp
           reads blocks.1.down.weight [64, 256] as S(1)@tp
           makes linear_3 [256, 64] as P@tp
@@ -93,7 +93,7 @@ def test_modules_by_pattern_and_alternatives() -> None:
         line for line in text.splitlines() if line.startswith("blocks.")
     ]
     assert text.count("(Linear): 1 operation,") == 3
-    assert "    instead cut along" in text
+    assert "    instead sharded along" in text
     assert "part of the cheapest plan" in planned(None).explain("blocks.0.up.weight")
 
 
@@ -138,7 +138,9 @@ def test_a_message_of_several_tables() -> None:
 def test_an_unknown_name() -> None:
     with pytest.raises(autoshard.PlanError) as caught:
         planned(None).explain("blocks.1.dwn.weight")
-    assert str(caught.value).startswith("'blocks.1.dwn.weight' is no parameter, buffer, input, module or operation of")
+    assert str(caught.value).startswith(
+        "'blocks.1.dwn.weight' is not a parameter, buffer, input, module or operation of"
+    )
     assert "blocks.1.down.weight" in str(caught.value)
 
 
@@ -154,7 +156,7 @@ def test_plans_side_by_side() -> None:
         "Layouts that differ",
         "blocks.{0-2}.up.weight S(0)@tp R@tp",
         "blocks.{0-2}.down.weight S(1)@tp R@tp",
-        "Operations that run otherwise",
+        "Operations that run differently",
         "blocks.{0-2}.up n@tp ...0@tp",
         "blocks.{0-2}.down k@tp ...0@tp",
         "Collectives of a step",
@@ -166,7 +168,7 @@ def test_plans_side_by_side() -> None:
 def test_a_plan_differs_from_itself_in_nothing() -> None:
     plan = planned("fsdp")
     assert "differ" not in plan.diff(plan)
-    assert "All parameters, buffers and inputs lie alike" in plan.diff(plan)
+    assert "All parameters, buffers and inputs have the same layouts" in plan.diff(plan)
 
 
 def test_what_cannot_be_as_the_expert_has_it_is_told() -> None:

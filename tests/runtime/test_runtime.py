@@ -204,7 +204,7 @@ def test_an_error_inside_a_collective_reaches_the_caller() -> None:
 def test_user_errors() -> None:
     world, x = runtime.World({"a": 2}), torch.ones(2)
     calls: dict[str, Callable[[], Any]] = {
-        "mesh has no axis 'z'; its axes are a": lambda: runtime.enter(x, "z"),
+        "the mesh has no axis 'z'. Its axes: a": lambda: runtime.enter(x, "z"),
         "name an axis twice": lambda: runtime.enter(x, ("a", "a")),
         "not one of 'sum', 'max', 'min'": lambda: runtime.all_reduce(x, "a", op="mean"),
         'is not "I"': lambda: runtime.all_gather(x, 0, "a", to="S"),  # type: ignore[arg-type]

@@ -194,16 +194,16 @@ def test_a_profile_on_the_command_line_that_is_none(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
-        ({"objective": "speed"}, "objective='speed' is none"),
+        ({"objective": "speed"}, "objective='speed' is not known"),
         ({"objective": "latency", "training": True}, "is for inference"),
-        ({"profile": ["prefill"]}, "profile is {call: how often}"),
+        ({"profile": ["prefill"]}, "profile is {call: frequency}"),
         ({"profile": {"prefill": -1}}, "is a number"),
         ({"profile": {"verify": 1}}, "'verify' needs its arguments"),
         ({"profile": {"verify": (1,)}}, "'verify' needs its arguments"),
-        ({"profile": {"prefill": 0}}, "no call comes at all"),
-        ({"profile": {"decode": (3, 5)}}, "or \\(how often, args, kwargs\\) with a tuple and a dict, got \\(3, 5\\)"),
-        ({"profile": {"prefill": 1}, "stages": "tp"}, "does not go with stages"),
-        ({"profile": {"prefill": 1}, "micro_batches": 2}, "does not go with micro_batches"),
+        ({"profile": {"prefill": 0}}, "every frequency is zero"),
+        ({"profile": {"decode": (3, 5)}}, "or \\(frequency, args, kwargs\\) with a tuple and a dict, got \\(3, 5\\)"),
+        ({"profile": {"prefill": 1}, "stages": "tp"}, "cannot be combined with stages"),
+        ({"profile": {"prefill": 1}, "micro_batches": 2}, "cannot be combined with micro_batches"),
     ],
     ids=lambda x: str(x),
 )
@@ -220,7 +220,7 @@ def test_a_token_of_a_model_that_has_none() -> None:
     plan = autoshard.plan(model, {"tp": 2}, (x,), training=False, objective="throughput")
     assert plan.serving is not None
     assert [p.name for p in plan.serving.phases] == ["call"]
-    with pytest.raises(CaptureError, match="not known of this model"):
+    with pytest.raises(CaptureError, match="not known for this model"):
         autoshard.plan(model, {"tp": 2}, (x,), training=False, profile={"decode": 2})
 
 

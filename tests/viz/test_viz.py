@@ -282,7 +282,7 @@ def test_a_layouts_picture_names_every_rank_once() -> None:
 
 def test_a_layouts_picture_shows_copies_and_summands() -> None:
     mesh = {"dp": 2, "tp": 2}
-    assert "every block lies on 2 ranks" in visualize_layout(Layout(mesh, {"tp": Shard(1)}), (4, 6))
+    assert "2 ranks hold every block" in visualize_layout(Layout(mesh, {"tp": Shard(1)}), (4, 6))
     assert "along tp hold" in visualize_layout(Layout(mesh, {"tp": Partial()}), (4, 6))
     assert "0 1 2 3" in visualize_layout(Layout(mesh), (4, 6))
     with pytest.raises(LayoutError):

@@ -182,7 +182,9 @@ def _masked_attention(
 
 def _recomputed_banded(*operands: Any, dropout_p: float = 0.0, **form: Any) -> torch.Tensor:
     if dropout_p:
-        raise RuntimeMismatchError("autoshard::banded_attention draws when it runs: with dropout it has no backward")
+        raise RuntimeMismatchError(
+            "autoshard::banded_attention draws dropout when it runs, so it has no backward with dropout"
+        )
     return banded_attention(*operands, **form)
 
 

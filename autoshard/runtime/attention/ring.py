@@ -101,7 +101,7 @@ def _tiled_attention(
         return backward(job, gradients[0], saved)
 
     where = f"({', '.join(names)}: {spec.band})"
-    name = f"attention in a ring or in pieces, with a window, slopes or rows of a causal mask {where}"
+    name = f"attention in a ring or in head chunks, with a window, slopes or rows of a causal mask {where}"
     out = apply_coroutines(comm, CoroutinePair(name, ahead, back), *operands)[0]
     return out * 0.0 if spec.dropout_p == 1.0 else out
 

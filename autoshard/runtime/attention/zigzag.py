@@ -76,7 +76,7 @@ def _zigzag_moved(x: torch.Tensor, dim: int, ranks: int, axes: Axes, back: bool)
         return _swap_first_halves(move, me, ranks, gradients[0], dim, not back)
 
     return apply_coroutines(
-        comm, CoroutinePair(f"the folded order of a sequence ({', '.join(names)})", ahead, behind), x
+        comm, CoroutinePair(f"the zigzag order of a sequence ({', '.join(names)})", ahead, behind), x
     )[0]
 
 

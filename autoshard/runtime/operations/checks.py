@@ -24,7 +24,7 @@ def check_range(index: torch.Tensor, size: int | torch.Tensor, *, least: int = 0
 
 
 OTHER_VALUES = "the program was compiled for inputs with other integers"
-OTHER_BUFFERS = "a buffer of the model that steers the forward changed"
+OTHER_BUFFERS = "a buffer of the model that controls the forward has changed"
 """messages of errors for which another program is compiled instead"""
 
 

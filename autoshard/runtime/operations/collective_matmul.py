@@ -47,7 +47,7 @@ def gather_products(
         partial(_gather_products_steps, way, len(weights), keeps),
         partial(_gather_products_backward, way, again),
     )
-    name = f"products whose operand goes along {', '.join(way.move.axes)}"
+    name = f"products whose operand is gathered along {', '.join(way.move.axes)}"
     return apply_coroutines(current(), CoroutinePair(name, ahead, back, len(weights)), x, *weights, *biases)
 
 
@@ -57,7 +57,7 @@ def scatter_product(x: Tensor, weight: Tensor, dim: int, axes: Axes, *, bias: Te
     x [..., k], weight [n, k], bias [n] (a summand, too); ``dim``: not the last. A rank computes its
     summand of one chunk while that of the chunk before is on its way. No second derivative."""
     way = _RingAxis.along(axes, x, dim, x.shape[dim])
-    name = f"a product whose sums go along {', '.join(way.move.axes)}"
+    name = f"a product whose sums are scattered along {', '.join(way.move.axes)}"
     ahead, back = partial(_scatter_product_steps, way), partial(_scatter_product_backward, way)
     return apply_coroutines(current(), CoroutinePair(name, ahead, back), x, weight, bias)[0]
 

@@ -26,8 +26,8 @@ from autoshard.torch_private.autograd import current_backward, queue_callback
 from autoshard.torch_private.dispatch import storage_id
 
 CHANGED_IN_PLACE = (
-    "{} was changed in place between forward and backward, which computes with it as it was then, and so cannot be right. "
-    "Change it after the backward."
+    "{} was changed in place between forward and backward, but the backward needs its earlier "
+    "value. Change it after the backward."
 )
 
 
@@ -242,7 +242,7 @@ class _RankForward:
 
     def given(self) -> list[Any]:
         """The inputs, rematerialized if they were not saved."""
-        what = f"what {self.part.__name__} reads"
+        what = f"an input of {self.part.__name__}"
         return [unpack_saved(x, what) if isinstance(x, SavedTensor | _RecomputedView) else x for x in self.inputs]
 
     def repeat(self, *inputs: Any) -> None:
@@ -269,7 +269,7 @@ class _RankForward:
             comm.micro_batch = entered
         if len(made) != self.saved:
             raise RuntimeMismatchError(
-                f"{self.part.__name__} saved {self.saved} tensors in the forward and {len(made)} when it ran again"
+                f"{self.part.__name__} saved {self.saved} tensors in the forward and {len(made)} when it was recomputed"
             )
         outputs = found if isinstance(found, tuple) else (found,)
         self.values = made | {~n: out.detach() for n, out in enumerate(outputs) if self.asked[~n]}
@@ -324,4 +324,4 @@ class _RecomputedPart(RecomputeSource):
 
 
 def _refuse_unpack(x: Any) -> torch.Tensor:
-    raise RuntimeMismatchError("the backward of a part that runs again was asked for")
+    raise RuntimeMismatchError("the backward of a recomputed part was called")

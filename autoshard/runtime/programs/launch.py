@@ -216,7 +216,9 @@ def _check_operations(file: Path) -> None:
     """Raise :class:`PlanError` for a custom op whose library (of the model) is not imported."""
     for library, name in sorted(set(re.findall(r"\btorch\.ops\.(\w+)\.(\w+)", file.read_text(encoding="utf-8")))):
         if not hasattr(getattr(torch.ops, library), name):
-            raise PlanError(f"nothing has defined torch.ops.{library}.{name}: import what does at the top of {file}")
+            raise PlanError(
+                f"torch.ops.{library}.{name} is not defined. Import the module that defines it at the top of {file}"
+            )
 
 
 # --- all ranks in this process ---
@@ -310,8 +312,8 @@ def _distributed(
     needed = sum(map(len, SavedStep.beside(folder, classes, ()).ranks))
     if dist.get_world_size() != needed:
         raise MeshError(
-            f"the mesh {dict(classes[0].MESH)} has {needed} ranks, but {dist.get_world_size()} processes run: "
-            f"torchrun --nproc-per-node {needed} {folder / 'rank_module.py'}"
+            f"the mesh {dict(classes[0].MESH)} has {needed} ranks, but {dist.get_world_size()} processes "
+            f"run. Start it with torchrun --nproc-per-node {needed} {folder / 'rank_module.py'}"
         )
     held = SavedRank(classes, None, folder, rank, device)
     step = held.step
@@ -401,7 +403,7 @@ def _global_inputs(step: SavedStep, folder: Path, given: Path | None) -> dict[st
         with as_plan_error(given, "--inputs takes a safetensors file"):
             found = load_file(str(given))
         if missing := [n for n in names if n not in found]:
-            raise PlanError(f"{given} has no input {missing[0]!r}; it needs {', '.join(names)}")
+            raise PlanError(f"{given} has no input {missing[0]!r}. It needs {', '.join(names)}")
         return {n: found[n] for n in names}
     generator = torch.Generator("cpu").manual_seed(0)
     with as_plan_error(path := folder / "inputs.json"):

@@ -139,6 +139,6 @@ def require(*conditions: bool) -> None:
     if not all(conditions):
         number = conditions.index(False) + 1
         raise RuntimeMismatchError(
-            f"the program does not hold for inputs of these lengths: condition {number} of runtime.require in its forward "
-            "fails. Compile for such inputs."
+            f"the program does not hold for inputs of these lengths: condition {number} of "
+            "runtime.require in its forward fails. Compile for such inputs."
         )

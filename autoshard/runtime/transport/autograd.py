@@ -70,8 +70,9 @@ def refuse_batched(batched: bool) -> None:
     """Raise :class:`CaptureError` if ``batched``: collectives of a program move one gradient."""
     if batched:
         raise CaptureError(
-            "a backward through a sharded module runs under vmap (vectorize=True, is_grads_batched=True, torch.func.vmap), and "
-            "its programs take one gradient at a time. Leave vectorize out, or call torch.autograd.grad once for each."
+            "a backward through a sharded module runs under vmap (vectorize=True, "
+            "is_grads_batched=True, torch.func.vmap), but its programs take one gradient at a "
+            "time. Leave vectorize out, or call torch.autograd.grad once for each."
         )
 
 

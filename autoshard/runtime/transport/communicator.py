@@ -198,7 +198,7 @@ class Communicator(ABC):
         except KeyError:
             names = (axes,) if isinstance(axes, str) else axes
             if unknown := [a for a in names if a not in self.mesh]:
-                raise MeshError(f"mesh has no axis {unknown[0]!r}; its axes are {', '.join(self.mesh)}") from None
+                raise MeshError(f"the mesh has no axis {unknown[0]!r}. Its axes: {', '.join(self.mesh)}") from None
             if len(set(names)) != len(names):
                 raise MeshError(f"axes {names} name an axis twice") from None
             result = self._active[axes] = tuple(a for a in names if self.mesh[a] > 1)

@@ -95,11 +95,13 @@ class _AllRanksNode(torch.autograd.Function):
         # once_differentiable would cut the path to the inputs, and they would seem unused.
         if torch.is_grad_enabled():
             raise RuntimeMismatchError(
-                f"create_graph=True: {name} has no second derivative. Leave create_graph out, or differentiate the model "
-                "that is not sharded"
+                f"create_graph=True: {name} has no second derivative. Leave create_graph out, or "
+                "differentiate the unsharded model"
             )
         if not all(held for _, held in ctx.trips):
-            raise RuntimeMismatchError(f"{name}: a rank's result has no gradient, though that of another has one")
+            raise RuntimeMismatchError(
+                f"{name}: the result of one rank has no gradient, but that of another rank has one"
+            )
         given, wanted = _split_by_rank(gradients, ranks), _split_by_rank(ctx.needs_input_grad[4:], ranks)
         saved = [held.pop("saved") for _, held in ctx.trips]
         if not any(held["reached"] for _, held in ctx.trips):

@@ -131,8 +131,8 @@ class Schedule:
     def _waits_in_vain(self) -> RuntimeMismatchError:
         waiter = min(self._waiting)
         return RuntimeMismatchError(
-            f"rank {waiter} waits in {self._waiting[waiter][0]}, but rank {min(self._ended)} has ended without it; "
-            "every rank must call the same collectives in the same order"
+            f"rank {waiter} waits in {self._waiting[waiter][0]}, but rank {min(self._ended)} has "
+            "ended without it. Every rank must call the same collectives in the same order"
         )
 
     def _check_agreement(self) -> None:
@@ -140,8 +140,8 @@ class Schedule:
         for rank in range(1, self._size):
             if self._waiting[rank][0] != first:
                 raise RuntimeMismatchError(
-                    f"rank 0 calls {first}, but rank {rank} calls {self._waiting[rank][0]}; "
-                    "every rank must call the same collectives in the same order"
+                    f"rank 0 calls {first}, but rank {rank} calls {self._waiting[rank][0]}. "
+                    "Every rank must call the same collectives in the same order"
                 )
 
 
@@ -205,7 +205,7 @@ class World:
         Raises the first exception of any rank, and :class:`RuntimeMismatchError` if collectives
         differ between ranks."""
         if self._schedule is not None:
-            raise RuntimeMismatchError("this in-process mesh is already running; a nested run needs a World of its own")
+            raise RuntimeMismatchError("this in-process mesh is already running. A nested run needs its own World")
         if self._threads is None or self._process != os.getpid():  # threads do not survive a fork
             self._threads, self._process = Threads(self.size), os.getpid()
         schedule = self._schedule = Schedule(self._threads)

@@ -143,13 +143,14 @@ class FailureNotes:
         key = f"{self._key(self.at)}/{self._presented[1]}"
         first, number, doing, theirs = json.loads(_store().compare_set(key, "", said))
         if number != self.number:
-            return f"rank {first} calls another module than rank {dist.get_rank()}: every rank has to do the same"
+            return f"rank {first} calls another module than rank {dist.get_rank()}: every rank must make the same calls"
         if doing != self.doing:
             return (
-                f"rank {first} is in {doing}, and rank {dist.get_rank()} in {self.doing}: every rank has to do the same"
+                f"rank {first} is in {doing}, and rank {dist.get_rank()} in {self.doing}: "
+                "every rank must make the same calls"
             )
         differing = [what for what in mine.keys() | theirs.keys() if mine.get(what) != theirs.get(what)]
-        return f"the ranks disagree on {sorted(differing)[0]}: rank {first} comes with another" if differing else ""
+        return f"the ranks disagree on {sorted(differing)[0]}: rank {first} has another" if differing else ""
 
     def _key(self, call: int) -> str:
         return f"autoshard/{self.common.number}/{call}"
@@ -183,7 +184,7 @@ def collective_error(error: Exception, notes: FailureNotes, what: str) -> Commun
     reason = notes.look()
     notes.give_up()  # after the look, since ranks compare it
     if not reason:
-        reason = f"another rank is gone (ended, killed, or out of reach), or did not come in time: {error}"
+        reason = f"another rank ended, was killed, is unreachable, or did not arrive in time: {error}"
     return CommunicationError(f"{what}: {reason}")
 
 

@@ -80,7 +80,7 @@ def join_sparse(move: Move, parts: Sequence[torch.Tensor], chunks: ChunksOf, num
         starts = (start for start, _ in chunks(move.size, move.axes))
         whole = sum_sparse([pad_sparse(x, move.dim, start, move.size) for x, start in zip(parts, starts, strict=True)])
         return whole if move.to_dim < 0 else narrow_sparse(whole, move.to_dim, *chunks(move.to_size, move.axes)[number])
-    raise RuntimeMismatchError(f"{move}: a sparse gradient cannot be moved like this")
+    raise RuntimeMismatchError(f"{move}: a sparse gradient cannot make this move")
 
 
 def move_sparse_locally(move: Move, x: torch.Tensor, chunks: ChunksOf, number: int) -> torch.Tensor:

@@ -351,13 +351,13 @@ def _chunk_gathers(site: Site, label: str, keys: int, phase: str) -> list[Intern
         share = 0.0 if i == 0 else each if phase == "forward" or i == 1 else each * element / (element + wide)
         found.append(
             InternalCollective(
-                "all_gather", axes, float(rows * width * element), phase, f"keys and values, piece {i + 1}", share
+                "all_gather", axes, float(rows * width * element), phase, f"keys and values, chunk {i + 1}", share
             )
         )
     for i, width in enumerate(pieces if phase == "backward" else ()):
         left = len(pieces) - 1 - i
         share = 0.0 if left == 0 else each if left == 1 else each * wide / (element + wide)
-        what = f"gradients of keys and values, piece {i + 1}"
+        what = f"gradients of keys and values, chunk {i + 1}"
         found.append(InternalCollective("reduce_scatter", axes, float(rows * width * wide), phase, what, share))
     return found
 
@@ -384,7 +384,7 @@ def _helper_collectives(
             found.append(_hop(axes, out, phase, f"keys or queries, step {t + 1}", work[t] * out / (sum(together) or 1)))
             rest = work[t + 2] if t + 2 < len(work) else 0.0
             following = sizes[0][t + 2] if t + 2 < len(longest) else 0.0
-            found.append(_hop(axes, home, phase, f"what comes of step {t + 1}", rest * home / (home + following or 1)))
+            found.append(_hop(axes, home, phase, f"results of step {t + 1}", rest * home / (home + following or 1)))
         return found
 
     found = steps("forward", (query, key + value), (result + sums, 0))

@@ -19,7 +19,7 @@ from autoshard.passes.search.arrays import Classes, CompactMatrix, broadcast_sum
 from autoshard.passes.search.exact.elimination import BLOCK, Eliminator, Pruned, Scope, Tables
 from autoshard.passes.search.network import Array
 
-NO_CHOICE = "no choice of strategies is feasible: every one meets a forbidden cost"
+NO_CHOICE = "no choice of strategies is feasible: every choice has a forbidden cost"
 # Stands for inf where inf − inf would arise; above every sum of finite costs.
 HUGE = 1e300
 # Row comparisons per table beyond which pruning does not pay: while bounds may prune, and at all.

@@ -276,7 +276,7 @@ def finish_search(run: ExactSearch) -> bool:
         return False
     if not run.milp and (run.upper < math.inf or time.perf_counter() > run.deadline):
         if run.upper == math.inf:
-            raise NotFoundError("the time is up")
+            raise NotFoundError("the time limit is reached")
         return False
     left = max(run.deadline - time.perf_counter(), 1.0)
     found = solve_core(list(work.core()), work.sizes, upper=run.upper - work.constant, time_limit=left)

@@ -363,8 +363,8 @@ def _check_row(network: CostNetwork, row: LinearRow, number: int) -> None:
     if len(row.nodes) != len(network.nodes) or len(row.edges) != len(network.edges):
         raise PlanError(f"row {number} needs one entry per node and per edge of the network")
     if any(a is not None and a.shape != table.shape for a, table in zip(amounts, tables, strict=True)):
-        raise PlanError(f"row {number}: an array of amounts has another shape than the costs beside it")
+        raise PlanError(f"row {number}: an array of amounts and its costs have different shapes")
     if not all(np.isfinite(stored_values(a)).all() for a in {id(a): a for a in amounts if a is not None}.values()):
-        raise PlanError(f"row {number}: amounts must be finite; forbid a choice in the costs")
+        raise PlanError(f"row {number}: amounts must be finite. Forbid a choice in the costs instead")
     if not math.isfinite(row.limit) or not row.price >= 0:
         raise PlanError(f"row {number} needs a finite limit and a price of at least 0, got {row.limit} and {row.price}")

@@ -279,7 +279,7 @@ def test_a_member_from_another_layout_is_found() -> None:
     """The parameter lies in another layout than the bucket starts from."""
     program = layers(1, "0", "m", dp=2)
     stored = {**program.layouts, "l_0_out": Layout(program.mesh, [Shard(1)])}
-    with pytest.raises(PlanError, match=r"starts from a value that lies in S\(1\)@dp"):
+    with pytest.raises(PlanError, match=r"starts from a value of layout S\(1\)@dp"):
         check_program(replace(program, layouts=stored))
 
 

@@ -125,5 +125,5 @@ def test_labels_in_parts_are_no_count_of_all() -> None:
     for wrong in (s.call.args[1], Ref("x")):
         call = LocalCall(s.call.fn, s.call.args, {**s.call.kwargs, "counted": wrong})
         statements = (*right.statements[:at], replace(s, call=call), *right.statements[at + 1 :])
-        with pytest.raises(PlanError, match="not its labels whole"):
+        with pytest.raises(PlanError, match="not as the full tensor of its labels"):
             check_program(replace(right, statements=statements))

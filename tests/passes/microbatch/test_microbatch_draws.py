@@ -149,7 +149,7 @@ def test_a_draw_without_a_rule_is_drawn_once() -> None:
 def test_a_draw_without_a_rule_that_has_a_gradient_is_named() -> None:
     model, args = case(lambda m, ids: m.average(ids, ids) + drawn(m.logits(ids)).mean())
     with pytest.raises(
-        RuleError, match=r"autoshard_tests.drawn.* draws random numbers, has a gradient and no sharding rule"
+        RuleError, match=r"autoshard_tests.drawn.* draws random numbers and has a gradient but no sharding rule"
     ):
         autoshard.plan(model, {"tp": 2}, args, micro_batches=2)
 

@@ -144,7 +144,7 @@ def test_a_plan_in_stages_is_followed() -> None:
     assert searched is not None
     assert sharded.plan.staged.boundaries == (5,) != searched.boundaries
     assert "2 stages along pp, schedule 1f1b, 2 micro-batches" in str(plan)
-    with pytest.raises(PlanError, match="the plan that is given has no stages"):
+    with pytest.raises(PlanError, match="the given plan has no stages"):
         autoshard.compile(model, mesh, args, stages="pp", plan=autoshard.plan(model, mesh, args))
 
 

@@ -263,9 +263,7 @@ def test_nothing_is_swapped(ranks: int) -> None:
     plan = autoshard.plan(Attention(16, 4, 4).double(), autoshard.Mesh({"cp": ranks}), (x.double(),), like="ring")
     assert plan.folded == ranks
     assert not any("halves" in c.reason for c in plan.collectives)
-    assert f"the sequence comes, and goes on, in folded order of {ranks} ranks" in plan.explain(
-        "scaled_dot_product_attention"
-    )
+    assert f"the sequence is in zigzag order of {ranks} ranks" in plan.explain("scaled_dot_product_attention")
 
 
 @pytest.mark.usefixtures("taken")

@@ -160,7 +160,7 @@ def test_a_ratio_is_read_as_it_was_written() -> None:
         assert autoshard.Layout.from_torch(layout.mesh, layout.to_torch()) == layout
         assert placement_from(str(layout["a"])) == layout["a"]
     for wrong in ((1, 2**28), (1, 2) * 29, (4,), (3, 0)):
-        with pytest.raises(LayoutError, match="no ratio of parts, or one that a DTensor cannot say"):
+        with pytest.raises(LayoutError, match="parts must be a ratio that a DTensor can express"):
             Grouped(0, wrong)
 
 

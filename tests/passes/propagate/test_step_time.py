@@ -367,7 +367,7 @@ def test_measure_counts_what_is_kept() -> None:
     assert found.kept_bytes == pytest.approx(sharded.plan.memory.activations, rel=0.02)
     assert found.peak_bytes > found.kept_bytes
     assert (found.simulated, found.ranks, found.step_s > 0) == (True, 2, True)
-    assert "all 2 ranks ran in this process: its time and peak are no rank's" in str(found)
+    assert "all 2 ranks ran in this process, so its time and peak are those of all ranks" in str(found)
     with pytest.raises(autoshard.AutoshardError, match="at least one step"):
         autoshard.measure(sharded, (tokens,), steps=0)
 

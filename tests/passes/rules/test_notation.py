@@ -54,12 +54,14 @@ def test_parse_errors_name_the_term(text: str, message: str) -> None:
 
 
 def test_rule_error_names_the_op_and_its_tensors() -> None:
-    with pytest.raises(RuleError, match=r"aten\.mm\.default: .* has 1 operands, the op takes 2 tensors \(self, mat2\)"):
+    with pytest.raises(
+        RuleError, match=r"aten\.mm\.default: .* has 1 operands, but the op takes 2 tensors \(self, mat2\)"
+    ):
         rule(aten.mm.default, "m k -> m")
 
 
 def test_binding_errors_name_operand_and_fix() -> None:
-    with pytest.raises(RuleError, match=r"operand 1 'k n' has 2 dims, its shape \[2, 3, 4\] has 3; name every dim"):
+    with pytest.raises(RuleError, match=r"operand 1 'k n' has 2 dims, but its shape \[2, 3, 4\] has 3. Name every dim"):
         strategies(rule(aten.mm.default, "m k, k n -> m n"), (5, 3), (2, 3, 4), result=(5, 4))
     with pytest.raises(RuleError, match="factor 'k' is 3 long in one operand and 7 in another"):
         strategies(rule(aten.mm.default, "m k, k n -> m n"), (5, 3), (7, 4), result=(5, 4))

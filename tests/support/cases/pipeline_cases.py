@@ -313,8 +313,10 @@ def refused(mesh: autoshard.Mesh) -> None:
         with pytest.raises(error, match=match):
             autoshard.compile(model, mesh, args, **{"stages": "pp", "micro_batches": 2, **asked})
 
-    fails(MeshError, "stages='depth': the mesh has the axes", stages="depth")
-    fails(PlanError, "schedule='2f2b': there are 'gpipe', '1f1b', 'interleaved', 'zero_bubble'", schedule="2f2b")
+    fails(MeshError, "stages='depth' is not an axis of the mesh. Its axes:", stages="depth")
+    fails(
+        PlanError, "schedule='2f2b' is not known. Known: 'gpipe', '1f1b', 'interleaved', 'zero_bubble'", schedule="2f2b"
+    )
     if mesh.size_of("pp") == 2:
         ten = tuple(x[[*range(8), 0, 1]] for x in args)
         fails(PlanError, "runs micro-batches in 2 equal rounds", args=ten, micro_batches=5, schedule="interleaved")

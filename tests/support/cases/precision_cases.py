@@ -276,7 +276,10 @@ def refused(mesh: autoshard.Mesh) -> None:
     """Before anything is changed; the model keeps its dtypes, also where its capture fails."""
     model, args = net()
     wrong: Mapping[str, tuple[Any, type[AutoshardError]]] = {
-        r"mixed_precision has param_dtype=torch.int32: only floating": (MixedPrecisionPolicy(torch.int32), PlanError),
+        r"mixed_precision has param_dtype=torch.int32, but needs a floating": (
+            MixedPrecisionPolicy(torch.int32),
+            PlanError,
+        ),
         r"mixed_precision='bf16' is no torch.distributed.fsdp.MixedPrecisionPolicy": ("bf16", PlanError),
     }
     for text, (policy, error) in wrong.items():

@@ -143,7 +143,9 @@ OTHERWISE: dict[str, dict[str, str]] = {
         # There is no axis that inputs are cut by.
         "local_inputs_that_do_not_fit": says("DID NOT RAISE HintError", "Failed"),
         "experts_in_modules_lie_whole_on_one_rank": fails("assert owners"),
-        "attention_kernels_and_matmul_precision": says("stages='pp': the mesh has the axes tp", "MeshError"),
+        "attention_kernels_and_matmul_precision": says(
+            "stages='pp' is not an axis of the mesh. Its axes: tp", "MeshError"
+        ),
     },
 }
 """way → case → a pattern of all that :func:`outcome` says: refusals, and what a plan for it does not have"""
