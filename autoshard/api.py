@@ -102,10 +102,10 @@ def compile(  # noqa: A001  the public name
             Micro-batches, stages and schedule default to the plan's; others are refused.
         like: a named strategy instead of a search: ``"ddp" "zero1" "zero2" "fsdp" "hsdp" "megatron"
             "megatron-sp" "ulysses" "ring" "expert" "table-wise" "row-wise" "column-wise"
-            "replicate"``. One for all axes, one per axis (``{"dp": "fsdp", "tp": "megatron-sp"}``),
-            or styles by module, as for ``parallelize_module`` and transformers
-            (``{"layers.*.mlp.up_proj": "colwise", …}``; ``"tp_plan"``: the model's own), along the
-            axis tp, else the last. The rest is searched.
+            "replicate"``. One for all axes, or one per axis (``{"dp": "fsdp", "tp": "megatron-sp"}``).
+            Or styles by module, as for ``parallelize_module`` and transformers
+            (``{"layers.*.mlp.up_proj": "colwise", …}``; ``"tp_plan"``: the model's own). They hold
+            along the axis tp, else the last. All other layouts are searched.
         hints: ``{fnmatch pattern: hint}``: {axis: placement}, Shard(d), "colwise", "rowwise" or
             "replicate".
         memory_budget: peak bytes per rank of a step, everything included; default: 90 % of the
@@ -129,9 +129,9 @@ def compile(  # noqa: A001  the public name
             outside the program's conditions compile another one. Not with several micro-batches.
         micro_batches: gradient accumulation within a call that has a backward: micro-batches run
             one after another, forward and backward, with activations of one at a time. Loss,
-            gradients and dropout are exactly those of the full batch. The model returns a loss (of
-            several scalars with a gradient the output "loss", else the first), whose ``backward()``
-            delivers the gradients; other outputs are detached. Operations across the batch, such as
+            gradients and dropout are exactly those of the full batch. The loss is the output
+            "loss", else the first scalar with a gradient. Its ``backward()`` delivers the
+            gradients; other outputs are detached. Operations across the batch, such as
             batch norm in training, are refused. ``"auto"``: the cheapest divisor of the batch that
             fits. Batch dims are detected, or given by a hint: ``{"x": {"micro_batch": Shard(1)}}``.
         stages: the mesh axis of pipeline stages; the rest of the mesh shards each stage. A call
@@ -153,8 +153,8 @@ def compile(  # noqa: A001  the public name
             gradients are summed over ranks in ``reduce_dtype``. Parameters, gradients and optimizer
             state keep the parameters' dtype. Floating inputs are cast to ``param_dtype``
             (``cast_forward_inputs``), floating outputs to ``output_dtype``. Buffers are not cast.
-        objective: in inference, the call that weights are laid out for: ``"step"``, the first call;
-            ``"latency"``, the next token of one request; ``"throughput"``, the tokens of the batch.
+        objective: the inference call that layouts are chosen for: ``"step"``, the first;
+            ``"latency"``, the next token of one request; ``"throughput"``, the tokens of a batch.
         profile: calls that use the weights, and their frequency: ``{"prefill": 1, "decode": 200}``.
             The first call is a prompt; a token is decoded with the KV cache of 199 others. Other
             calls: ``{"decode": (200, args, kwargs)}``. Default, with an objective: tokens only.

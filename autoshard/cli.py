@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         ("compile", _compile_command, "write rank_module.py, plan.json and shards to a directory"),
         ("verify", _verify_command, "compare the sharded model with the unsharded one"),
         ("show", _show_command, "print the source, or draw the plan to .html .dot .svg .json .txt"),
-        ("explain", _explain_command, "say why a parameter, a module or an operation is laid out as it is"),
+        ("explain", _explain_command, "explain the layout of a parameter, a module or an operation"),
     ):
         command = add(name, run, text)
         command.add_argument(
@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
             mesh.add_argument("--devices", type=int, metavar="N", help="how many: the mesh is searched, too")
         else:
             mesh.add_argument(
-                "--plan", type=_plan_argument, metavar="FILE", help="follow what `plan --json FILE` wrote, mesh and all"
+                "--plan", type=_plan_argument, metavar="FILE", help="use plan and mesh of a file by `plan --json FILE`"
             )
         command.add_argument(
             "--hardware",
@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--like", metavar="PLAN", help="a named strategy: fsdp, megatron-sp, …, or dp=fsdp,tp=megatron-sp"
         )
-        command.add_argument("--inference", action="store_true", help="no gradients")
+        command.add_argument("--inference", action="store_true", help="plan without a backward")
         command.add_argument(
             "--micro-batches", type=_micro_batches_argument, default=1, metavar="N", help="a number, or auto"
         )
@@ -192,7 +192,7 @@ def _add_planning_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--strict", action="store_true", help="refuse operations without a rule")
     command.add_argument("--objective", default="step", choices=("step", "latency", "throughput"), help="default step")
-    command.add_argument("--profile", metavar="CALLS", help="how often each comes, as prefill=1,decode=200")
+    command.add_argument("--profile", metavar="CALLS", help="frequency of each call, as prefill=1,decode=200")
 
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -218,7 +218,7 @@ def _bytes_argument(text: str) -> float:
 
 def _micro_batches_argument(text: str) -> int | str:
     if text != "auto" and not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number, and not auto")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto")
     return text if text == "auto" else int(text)
 
 
@@ -241,7 +241,7 @@ def _profile(options: argparse.Namespace) -> dict[str, float] | None:
     try:
         return {name.strip(): float(times) for name, _, times in parts}
     except ValueError as error:
-        raise PlanError(f"--profile {options.profile!r}: write calls and numbers as prefill=1,decode=200") from error
+        raise PlanError(f"--profile {options.profile!r}: write calls as prefill=1,decode=200") from error
 
 
 def _plan_argument(path: str) -> Plan:
@@ -257,7 +257,7 @@ def _given_plan(options: argparse.Namespace) -> Plan | None:
     """The saved plan to follow, if given."""
     plan: Plan | None = getattr(options, "plan", None)
     if plan is not None and (options.like or options.hint):
-        raise PlanError("--plan FILE is followed as it is: leave --like and --hint out, or plan again with them")
+        raise PlanError("--plan FILE fixes all layouts. Leave --like and --hint out, or plan again with them")
     return plan
 
 
@@ -296,7 +296,7 @@ def _like_argument(options: argparse.Namespace) -> str | dict[str, str] | None:
         return given
     parts = [part.partition("=") for part in given.split(",")]
     if any(not axis or not name for axis, _, name in parts):
-        raise PlanError(f"--like {given!r}: write a plan, or axes and plans as dp=fsdp,tp=megatron-sp")
+        raise PlanError(f"--like {given!r}: write a strategy, or axes and strategies as dp=fsdp,tp=megatron-sp")
     axes = [axis for axis, _, _ in parts]
     if twice := [axis for axis in axes if axes.count(axis) > 1]:
         raise PlanError(f"--like {given!r}: axis {twice[0]!r} is given twice")
@@ -314,11 +314,11 @@ def _check_memory(make: Callable[[], nn.Module], copies: float) -> None:
     needed = copies * sum(x.nbytes for x in tensors)
     free = free_memory()
     if needed > 1e9:
-        print(f"this makes weights: about {needed / 1e9:.3g} GB of memory, beside activations", file=sys.stderr)
+        print(f"the weights need about {needed / 1e9:.3g} GB of memory, in addition to activations", file=sys.stderr)
     if free is not None and needed > free:
         raise PlanError(
-            f"the model's weights need about {needed / 1e9:.3g} GB ({copies:g} copies), and this machine has "
-            f"{free / 1e9:.3g} GB free. `autoshard plan` and `autoshard show` need no weights."
+            f"the model's weights need about {needed / 1e9:.3g} GB ({copies:g} copies), but this machine "
+            f"has {free / 1e9:.3g} GB free. `autoshard plan` and `autoshard show` need no weights."
         )
 
 

@@ -235,7 +235,7 @@ class Layout:
         return tuple(a for a, p in zip(self.mesh.axes, self.placements, strict=True) if isinstance(p, kind))
 
     def replace(self, changes: Mapping[str, Placement], order: Sequence[str] | None = None) -> Layout:
-        """This layout with other placements on some axes; the order is kept unless given."""
+        """A copy of the layout with other placements on some axes; the order is kept unless given."""
         new = {a: changes.get(a, p) for a, p in zip(self.mesh.axes, self.placements, strict=True)}
         return Layout(self.mesh, new, self.order if order is None else order)
 

@@ -97,7 +97,7 @@ class Mesh:
 
     @cached_property
     def unnamed(self) -> Mesh:
-        """This mesh with axes named by position, a cache key for results without names."""
+        """A copy of the mesh with axes named by position: a cache key for results without names."""
         return Mesh({f"axis{i}": n for i, n in enumerate(self.shape)}, self.hardware)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:

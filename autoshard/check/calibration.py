@@ -93,8 +93,8 @@ def _warned_if_disturbed(hardware: Hardware, here: bool = True) -> Hardware:
     if here and hardware.disturbed > MOST_DISTURBED:
         log.warning(
             "%.0f %% of the measurements of calibrate() were disturbed: the host of this virtual "
-            "machine gave its cores to other guests each time (steal time in /proc/stat). Plans "
-            "for these numbers may not be the fastest. Calibrate again when the machine is quiet.",
+            "machine gave its cores to other guests (steal time in /proc/stat). Plans for these "
+            "numbers may not be the fastest. Calibrate again when the machine is quiet.",
             100 * hardware.disturbed,
         )
     return hardware

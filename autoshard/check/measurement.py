@@ -61,10 +61,10 @@ class Measured:
 def measure(
     sharded: ShardedModule, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, steps: int = 5
 ) -> Measured:
-    """Time ``steps`` steps of ``sharded`` and measure their memory, beside its plan's predictions.
+    """Time ``steps`` steps of ``sharded`` and measure their memory, next to its plan's predictions.
 
-    A step is a forward and, with gradients, the backward of the loss: the first scalar of the
-    output, or the sum of its first tensor. Gradients of the parameters are restored. A collective
+    A step is a forward and, with gradients, the backward of the loss. The loss is the first scalar
+    output, or the sum of the first tensor. Gradients of the parameters are restored. A collective
     call under torch.distributed. Raises :class:`AutoshardError` for ``steps`` below 1 or another
     kind of module.
     """

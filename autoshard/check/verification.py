@@ -147,11 +147,11 @@ def verify(
     float32, both compute in float64, unless ``plan`` is given.
 
     Args:
-        rtol: allowed error (default: :func:`default_rtol` of the dtype, :data:`UPCAST_RTOL` for a
-            float64 model that computes in float32; weights 100 times that, as Adam divides by the
-            root of squared gradients).
-        atol: differences that do not count, as a share of the largest value of that kind (default:
-            ``rtol``), so that zero gradients are not compared with rounding errors.
+        rtol: allowed error; weights may have 100 times as much, as Adam divides by the root of squared
+            gradients. Default: :func:`default_rtol` of the dtype, :data:`UPCAST_RTOL` for a float64
+            model that computes in float32.
+        atol: differences that do not count, as a share of the largest value of that kind. Default:
+            ``rtol``, so that zero gradients are not compared with rounding errors.
 
         options: plan, hints, like, stages, micro_batches, schedule, stages_per_rank and recompute.
 

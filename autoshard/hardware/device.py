@@ -220,7 +220,7 @@ class Hardware:
     products: tuple[tuple[int, float], ...] = ()
     """(length of the shortest dim, share of ``flops`` that matmuls reach); 1 beyond the longest"""
     unaligned: float = 1.0
-    """relative speed of 16-bit matmuls whose rows are no multiples of :data:`ALIGNED_BYTES` bytes"""
+    """relative speed of 16-bit matmuls whose rows are not multiples of :data:`ALIGNED_BYTES` bytes"""
     convolutions: float = 1.0
     """speed of convolutions relative to matmuls"""
     channels: tuple[tuple[int, float], ...] = ()

@@ -32,9 +32,9 @@ def deferred_init(fn: Callable[..., InitialisedModule], *args: Any, **kwargs: An
     """Call ``fn`` (a module class, or a function that returns a module) without memory for tensors.
 
     Returns the module on the meta device with the recording attached. ``fn`` may read values of
-    tensors that no random number went into. Raises :class:`InitialiseError`, which names op,
-    parameter and the user's file:line, for reads of random values, own generators, tensors on other
-    devices, writes to tensors from outside ``fn``, and lazy parameters.
+    tensors that no random number went into. Raises :class:`InitialiseError`, with op,
+    parameter and the user's file:line. Causes are reads of random values, own generators, tensors
+    on other devices, writes to tensors from outside ``fn``, and lazy parameters.
     """
     model, recording = record_module(fn, *args, **kwargs)
     object.__setattr__(model, _RECORDING_ATTRIBUTE, recording)
@@ -51,7 +51,7 @@ def materialise(model: nn.Module, seed: int, keep: Keep | None = None) -> dict[s
 
     Bit for bit those of ``torch.manual_seed(seed); fn(...)`` on the CPU, and the default generator
     ends in the same state. Uninitialised memory is zero. ``keep(name, full)`` returns the part to
-    keep, such as a rank's shard (default: ``full``); the full tensor is freed before the next one,
+    keep, such as a rank's shard (default: ``full``). The full tensor is freed before the next one,
     even if ``keep`` returned a view. A tied tensor is computed and kept once and returned under
     each of its names. Other tensors of modules go by their attribute path.
 

@@ -162,8 +162,8 @@ def load_full_optimizer_state_dict(
 ) -> None:
     """Load a full optimizer state dict; every rank keeps its shards.
 
-    Raises :class:`PlanError` if it is no optimizer state, has other parameters, or holds a tensor
-    that is neither a scalar nor shaped as its parameter.
+    Raises :class:`PlanError` if it is not an optimizer state, or has other parameters. Each tensor
+    must be a scalar or have its parameter's shape.
     """
     held, groups = (state.get(k) if isinstance(state, Mapping) else None for k in ("state", "param_groups"))
     if not (_holds_mappings(held, Mapping) and _holds_mappings(groups, list)):

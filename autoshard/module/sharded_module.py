@@ -141,7 +141,7 @@ class ShardedModule(CompilingModule):
     """
 
     _deferred: bool
-    """whether forwards leave gradients as unreduced summands: inside :meth:`no_sync`"""
+    """whether forwards leave gradients as partial sums: inside :meth:`no_sync`"""
     _parametrizations: Any = None
     """the cache of ``parametrize.cached()`` in which the last call updated parametrizations"""
 
@@ -162,7 +162,7 @@ class ShardedModule(CompilingModule):
         return made
 
     def train(self, mode: bool = True) -> Self:
-        """As :meth:`torch.nn.Module.train`, or as the model's class overrides it."""
+        """Same as :meth:`torch.nn.Module.train`, or as the model's class overrides it."""
         self._original_model.root.train(mode)
         self.training = self._original_model.root.training
         return self
@@ -194,17 +194,17 @@ class ShardedModule(CompilingModule):
         self.plan.visualize(path)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As :meth:`torch.nn.Module.named_parameters`. :class:`PlanError` before compilation."""
+        """Same as :meth:`torch.nn.Module.named_parameters`. :class:`PlanError` before compilation."""
         self._latest_executable()
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`torch.nn.Module.state_dict`. :class:`PlanError` before compilation."""
+        """Same as :meth:`torch.nn.Module.state_dict`. :class:`PlanError` before compilation."""
         self._latest_executable()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`torch.nn.Module.load_state_dict`. :class:`PlanError` before compilation."""
+        """Same as :meth:`torch.nn.Module.load_state_dict`. :class:`PlanError` before compilation."""
         self._latest_executable()
         return super().load_state_dict(*args, **kwargs)
 
@@ -444,7 +444,7 @@ class ShardedModule(CompilingModule):
         return False
 
     def unduplicated_gradients(self) -> list[Any]:
-        """This process's gradients; those of tied stages on one rank only."""
+        """Gradients of this process; those of tied stages on one rank only."""
         return [p.grad for p in self.parameters() if p.grad is not None]
 
     def all_stages_state_dict(self) -> dict[str, torch.Tensor]:

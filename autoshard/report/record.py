@@ -104,9 +104,9 @@ def serving_text(serving: Serving) -> list[str]:
         f"{show_bytes(per['caches'])} of caches read",
     ]
     lines += [
-        f"{phase.name} ×{phase.times:g}: {_requests(phase.requests)} of {phase.tokens} token"
-        f"{'s' if phase.tokens > 1 else ''} in {show_seconds(phase.seconds)}, {phase.roofline:.0%} of which the "
-        f"roofline takes; {show_bytes(phase.peak)} held per rank"
+        f"{phase.name} ×{phase.times:g}: {_requests(phase.requests)} of {phase.tokens} "
+        f"token{'s' if phase.tokens > 1 else ''} in {show_seconds(phase.seconds)}, "
+        f"{phase.roofline:.0%} of it by the roofline; {show_bytes(phase.peak)} held per rank"
         for phase in serving.phases
     ]
     if not math.isnan(serving.room):
@@ -178,7 +178,7 @@ class Collective:
 
     @property
     def kind_on_axes(self) -> str:
-        """Such as "all_gather@dp,tp"."""
+        """Kind and axes, such as "all_gather@dp,tp"."""
         return f"{self.kind}@{','.join(self.axes)}"
 
     def __str__(self) -> str:

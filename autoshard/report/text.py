@@ -212,7 +212,7 @@ def _details(plan: Record) -> Text:
     if plan.folded:
         into, back = (", ".join(values) or "nothing" for values in plan.folds)
         lines.append(
-            f"in between, the sequence is in folded order of {plan.folded} ranks: {into} brought into it, {back} back"
+            f"in between, the sequence is in zigzag order of {plan.folded} ranks: {into} brought into it, {back} back"
         )
     return Text("\n".join(lines))
 

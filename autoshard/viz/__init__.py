@@ -74,7 +74,7 @@ def visualize_layout(layout: Layout, shape: Sequence[int]) -> str:
                 ├───────┼───────┤
                 │ 0 2   │ 1 3   │
                 └───────┴───────┘
-        every block lies on 2 ranks
+        2 ranks hold every block
     """
     layout.check(shape)
     mesh = layout.mesh

@@ -401,9 +401,9 @@ def _compare_gradients(graph: Graph, eager: list[bool]) -> None:
         if ours != theirs:
             has, lacks = ("the graph", "eager") if ours else ("eager", "the graph")
             raise CaptureError(
-                f"tensor {index} of the output has a gradient in {has} and none in {lacks}, because "
-                "the forward turns requires_grad on or off for an intermediate tensor. The graph "
-                "cannot express this. Use detach() and torch.no_grad() only, or pass training=False."
+                f"tensor {index} of the output has a gradient in {has} and none in {lacks}. The "
+                "forward turns requires_grad on or off for an intermediate tensor, which a graph "
+                "cannot express. Use detach() and torch.no_grad() only, or pass training=False."
             )
 
 

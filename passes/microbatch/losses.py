@@ -140,8 +140,8 @@ def own_labels_reason(loss: Node, graph: Graph) -> str:
     maker = graph.producers.get(loss.argument("target").name)
     return (
         f"{node_location(loss)} averages over the labels of the full batch that count, but the "
-        f"model makes the labels itself ({node_location(maker)}), and a micro-batch has only its "
-        'own. Use micro_batches=1, or pass the labels as an input. Or use reduction="none", set '
+        f"model makes them itself ({node_location(maker)}), and a micro-batch has only its own. "
+        'Use micro_batches=1, or pass the labels as an input. Or use reduction="none", set '
         "losses that do not count to zero, and average over all."
     )
 

@@ -368,7 +368,7 @@ def boundaries_from_homes(pieces: SegmentedGraph, homes: Mapping[str, tuple[int,
             read = sorted({k for n in node.inputs for k in stages.get(n, ())})
             raise PlanError(
                 f"stages: {node.op} in {node.fqn or '(root)'} at {node.source} reads a parameter of stage {read[0]} "
-                f"after one of stage {max(stage, read[-1])}, unlike in the call that the stages were made for"
+                f"after one of stage {max(stage, read[-1])}, unlike the call that the stages were made for"
             )
         found += [place] * (least - stage)
         stage = least

@@ -268,8 +268,8 @@ def redistribution(
     five mesh axes change, the search goes through intermediate layouts, each leg is optimal, and
     :attr:`Redistribution.minimal` is False.
 
-    Raises :class:`LayoutError` if a layout does not fit its shape, for conversions into Partial
-    max/min, for shapes of different sizes, and if no sequence keeps ``peak_limit``.
+    Raises :class:`LayoutError` if a layout does not fit its shape, shapes differ in size, or no steps
+    keep ``peak_limit``; also for conversions into Partial max/min.
     """
     keys = (x if isinstance(x, Layout) else _hashable(x) for x in (src, dst))
     on = _hashable(mesh) if isinstance(mesh, Mapping) else Mesh.of(mesh)
@@ -307,7 +307,7 @@ def _cached_redistribution(
         return _restore_fixed(a, plan_redistribution(without_fixed(a), without_fixed(b), shape, mesh, *rest))
     if a.fixed or b.fixed:
         raise LayoutError(
-            f"no sequence of steps leads from {a} to {b}: along an axis, one rank owns the full "
+            f"no sequence of steps leads from {a} to {b}. Along an axis, one rank owns the full "
             "tensor, or all segments of a dim are sharded"
         )
     if reshaped is not None:

@@ -47,8 +47,8 @@ def check_random(graph: Graph) -> None:
     for node in graph.nodes:
         if is_random(node) and rule_for(node.op) is None and any(graph.types[o].grad for o in node.outputs):
             raise RuleError(
-                f"{node.op} in module {node.fqn or '(root)'!r} at {node.source} draws random numbers and has "
-                "a gradient but no sharding rule, so one draw for all ranks would lose the gradient. Draw "
+                f"{node.op} in module {node.fqn or '(root)'!r} at {node.source} draws random numbers and "
+                "has a gradient but no sharding rule. One draw for all ranks would lose the gradient. Draw "
                 "with torch.rand or dropout and compute from that, or add a rule (autoshard.register_rule)."
             )
 

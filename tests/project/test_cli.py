@@ -124,7 +124,7 @@ def test_a_saved_plan_is_followed(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert capsys.readouterr().out == plan.explain("blocks.0") + "\n"
     for command, more in (("verify", ["--like", "ddp"]), ("explain", ["head", "--hint", "head=colwise"])):
         assert main([command, *small, "--plan", str(path), *more]) == 2
-        assert "--plan FILE is followed as it is: leave --like and --hint out" in capsys.readouterr().err
+        assert "--plan FILE fixes all layouts. Leave --like and --hint out" in capsys.readouterr().err
 
 
 def test_a_plan_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -433,7 +433,7 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
 def test_micro_batches_that_are_no_number(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", *MLP, "--micro-batches", "x"])
-    assert "argument --micro-batches: 'x' is no number, and not auto" in capsys.readouterr().err
+    assert "argument --micro-batches: 'x' is neither a number nor auto" in capsys.readouterr().err
 
 
 def test_drawing_needs_no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -453,7 +453,7 @@ def test_what_needs_weights_is_refused_before_it_makes_them(
     out = ["--out", str(tmp_path / "out")] if command == "compile" else []
     assert main([command, "llama:8b", "--mesh", "dp=2,tp=4", *out]) == 2
     printed = capsys.readouterr().err
-    assert "this makes weights: about" in printed
+    assert "the weights need about" in printed
     assert "this machine has 10 GB free" in printed
     assert "`autoshard show` need no weights" in printed
     assert list(tmp_path.iterdir()) == []

@@ -129,9 +129,9 @@ def check_outside_tensors(outside: Iterable[torch.Tensor]) -> None:
     for x in outside:
         if x.requires_grad:
             raise CaptureError(
-                f"the forward reads a tensor of shape {list(x.shape)} that requires a gradient "
-                "but is not a parameter of the model, so it would get no gradient. Make it an "
-                "nn.Parameter of the model, read its .detach(), or call under torch.no_grad()."
+                f"the forward reads a tensor of shape {list(x.shape)}, which requires a gradient "
+                "but is not a parameter of the model, so would get none. Make it an nn.Parameter "
+                "of the model, read its .detach(), or call under torch.no_grad()."
             )
 
 

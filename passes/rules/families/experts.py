@@ -141,7 +141,7 @@ STACKED_RULES: tuple[Rule, ...] = (
         STACKED,
         _stacked_strategies,
         _local_stacked,
-        notation="all alike -> new dim whole",
+        notation="all alike -> new dim unsharded",
         facts=Facts(saves="", joins=True),
         named="stacked",
     ),

@@ -271,7 +271,7 @@ RANDOM_RULES: tuple[Rule, ...] = (
         "rrelu_with_noise_functional.default",
         _rrelu,
         _local_rrelu,
-        "whole",
+        "unsharded",
         facts=Facts("self noise", draws=lambda given: bool(given["training"])),
     ),
 )

@@ -251,7 +251,7 @@ RULES: tuple[Rule, ...] = (
         PART_OF_BATCH,
         _part_of_batch,
         lambda site: LocalCall("part_of_batch", site.node.args, {}),
-        notation="dim whole",
+        notation="dim unsharded",
         facts=KEEPS_NOTHING,
     ),
     *rules(
@@ -266,7 +266,7 @@ RULES: tuple[Rule, ...] = (
         "index_put.default _unsafe_index_put.default",
         _index_put,
         _local_index_put,
-        "indexed dims cut",
+        "indexed dims sharded",
         facts=SAVES_INDICES,
     ),
     *rules(
@@ -283,8 +283,10 @@ RULES: tuple[Rule, ...] = (
         "dim summed",
         facts=replace(SAVES_INDEX, saves="self index"),
     ),
-    *rules("scatter.src", _WRITES, indexed_dim_form("sharded_scatter", "index", "src"), "dim cut", facts=SCATTERED),
-    *rules("scatter.value", _WRITES, indexed_dim_form("sharded_scatter", "index", "value"), "dim cut", facts=SCATTERED),
+    *rules("scatter.src", _WRITES, indexed_dim_form("sharded_scatter", "index", "src"), "dim sharded", facts=SCATTERED),
+    *rules(
+        "scatter.value", _WRITES, indexed_dim_form("sharded_scatter", "index", "value"), "dim sharded", facts=SCATTERED
+    ),
     *rules(
         "scatter_add.default",
         partial(_scatter, adds=True),
@@ -292,7 +294,7 @@ RULES: tuple[Rule, ...] = (
         "index dim summed",
         facts=Facts(saves="src: index"),
     ),
-    *rules("scatter_reduce.two", _scatter_reduce, None, "dim whole", facts=Facts(saves="self index src result")),
+    *rules("scatter_reduce.two", _scatter_reduce, None, "dim unsharded", facts=Facts(saves="self index src result")),
     *rules(
         "index_add.default",
         partial(_index_add, adds=True),
@@ -304,19 +306,19 @@ RULES: tuple[Rule, ...] = (
         "index_copy.default",
         _REPLACES,
         indexed_dim_form("sharded_index_copy", "index", "source"),
-        "dim cut",
+        "dim sharded",
         facts=Facts(saves="index; source: source"),
     ),
     *rules(
         "index_fill.int_Scalar index_fill.int_Tensor",
         _REPLACES,
         indexed_dim_form("sharded_index_fill", "index", "value"),
-        "dim cut",
+        "dim sharded",
         facts=SCATTERED,
     ),
-    *rules("take.default", _take_factors, None, "source whole", facts=Facts(saves="self index")),
+    *rules("take.default", _take_factors, None, "source unsharded", facts=Facts(saves="self index")),
     *rules("one_hot.default", _one_hot, None, "... -> ... _", facts=KEEPS_NOTHING),
-    *rules("bucketize.Tensor", _bucketize, None, "boundaries whole", facts=KEEPS_NOTHING),
+    *rules("bucketize.Tensor", _bucketize, None, "boundaries unsharded", facts=KEEPS_NOTHING),
     *rules("isin.Tensor_Tensor", _isin, None, "..., (test) -> ...", facts=KEEPS_NOTHING),
     rule(aten.isin.Tensor_Scalar, "... -> ...", facts=KEEPS_NOTHING),
     *rules("searchsorted.Tensor", _searchsorted, None, "... _, ... n -> ... n", facts=KEEPS_NOTHING),

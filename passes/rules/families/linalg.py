@@ -358,7 +358,7 @@ LINALG_RULES: tuple[Rule, ...] = (
             rule(aten.grid_sampler_3d.default, "n c _ _ _, n d h w _ -> n c d h w", linear=((0,),)),
         ),
     ),
-    *rules("index_reduce.default", _index_reduce, None, "dim whole"),
+    *rules("index_reduce.default", _index_reduce, None, "dim unsharded"),
 )
 
 

@@ -313,8 +313,8 @@ OPAQUE_RULES: tuple[Rule, ...] = (
         notation="_ n _, n _, n, n -> n",
         facts=Facts("log_probs targets input_lengths target_lengths"),
     ),
-    Rule(exactly._opoverload, unsharded_only, notation="whole", facts=Facts(saves="", effect=True)),
-    Rule(function_op._opoverload, unsharded_only, notation="whole"),
+    Rule(exactly._opoverload, unsharded_only, notation="unsharded", facts=Facts(saves="", effect=True)),
+    Rule(function_op._opoverload, unsharded_only, notation="unsharded"),
 )
 
 

@@ -194,7 +194,7 @@ def _broadcast_pair(node: Node, graph: Graph) -> Factors:
     return Factors(tuple(broadcast(s, common, names) for s in shapes), (kept,), sizes_of(common))
 
 
-_DIMS_UNSHARDED, _DIMS_DROPPED = "reduced dims whole", "reduced dims dropped"
+_DIMS_UNSHARDED, _DIMS_DROPPED = "reduced dims unsharded", "reduced dims dropped"
 
 
 def _combining(
@@ -251,8 +251,8 @@ REDUCTION_RULES: tuple[Rule, ...] = (
         facts=SAVES_SELF_AND_RESULT,
     ),
     *rules("nanmean.default quantile.scalar nanquantile.scalar", _unsharded_reduction, None, _DIMS_UNSHARDED),
-    *rules("cosine_similarity.default", _broadcast_pair, None, "dim whole"),
-    *rules("linalg_cross.default", _broadcast_pair, None, "dim whole", facts=Facts(product_saves("self", "other"))),
+    *rules("cosine_similarity.default", _broadcast_pair, None, "dim unsharded"),
+    *rules("linalg_cross.default", _broadcast_pair, None, "dim unsharded", facts=Facts(product_saves("self", "other"))),
 )
 
 
@@ -384,7 +384,7 @@ def _all_axes(site: Site) -> tuple[str, ...]:
     return tuple(a for d in range(len(site.in_type(0).shape)) for a in layout.axes_of(d))
 
 
-_NOTE = "... -> ..., dim whole"
+_NOTE = "... -> ..., dim unsharded"
 
 TOPK_FACTS = Facts("result1", index_intermediates)
 PICKED = Facts("result1", index_intermediates)
@@ -397,14 +397,14 @@ RANKING_RULES: tuple[Rule, ...] = (
     *_best("min.dim", _ordered_factors(True), _local_arg_extreme("min_dim"), facts=PICKED),
     *_best("argmax.default", _ordered_factors(True), _local_arg_extreme("argmax"), facts=KEEPS_NOTHING),
     *_best("argmin.default", _ordered_factors(True), _local_arg_extreme("argmin"), facts=KEEPS_NOTHING),
-    *rules("sort.default sort.stable", _ordered_factors(False), notation="dim whole", facts=TOPK_FACTS),
+    *rules("sort.default sort.stable", _ordered_factors(False), notation="dim unsharded", facts=TOPK_FACTS),
     *rules(
         "kthvalue.default mode.default median.dim nanmedian.dim",
         _ordered_factors(False),
-        notation="dim whole",
+        notation="dim unsharded",
         facts=PICKED,
     ),
-    *rules("argsort.default argsort.stable", _ordered_factors(False), notation="dim whole", facts=KEEPS_NOTHING),
+    *rules("argsort.default argsort.stable", _ordered_factors(False), notation="dim unsharded", facts=KEEPS_NOTHING),
 )
 
 

@@ -272,7 +272,7 @@ def test_a_plan_is_followed() -> None:
     model, args, kwargs = tiny("llama")
     mesh = autoshard.Mesh({"cp": 4}, "ideal_network")
     sharded = autoshard.compile(model.double(), mesh, args, kwargs, like="ring")
-    assert "in folded order of 4 ranks: tokens, arange brought into it" in sharded.plan.report()
+    assert "in zigzag order of 4 ranks: tokens, arange brought into it" in sharded.plan.report()
     assert "runtime.to_zigzag(" in sharded.source
     assert "runtime.from_zigzag(" in sharded.source
     plan = autoshard.Plan.from_json(sharded.plan.to_json())
