@@ -60,9 +60,7 @@ class Mesh:
         """
         if isinstance(mesh, Mesh):
             if hardware is not None and resolve_hardware(hardware) != mesh.hardware:
-                raise MeshError(
-                    f"the mesh ({mesh}) has hardware {mesh.hardware.name}, but hardware={hardware!r} is asked for"
-                )
+                raise MeshError(f"the mesh ({mesh}) has hardware {mesh.hardware.name}, not the given {hardware!r}")
             return mesh
         if isinstance(mesh, Mapping):
             return Mesh(mesh, hardware)

@@ -83,17 +83,13 @@ def _user_function(module: str, function: str, sizes: dict[str, int | None]) -> 
     except Exception as error:
         raise CaptureError(f"{module}:{function} fails{_raised_at(error)}: {type(error).__name__}: {error}") from error
     if isinstance(made, nn.Module):
-        raise CaptureError(
-            f"{module}:{function} returns a model without example inputs. Return (model, args, kwargs) instead"
-        )
+        raise CaptureError(f"{module}:{function} returns no example inputs. Return (model, args, kwargs)")
     match made:
         case (nn.Module() as model, tuple() | list() as args, *rest) if len(rest) < 2 and all(
             isinstance(x, dict) for x in rest
         ):
             return (lambda: model), tuple(args), dict(*rest)
-    raise CaptureError(
-        f"{module}:{function} returns {type(made).__name__}. Return (model, args) or (model, args, kwargs)"
-    )
+    raise CaptureError(f"{module}:{function} returns {type(made).__name__}, not (model, args) or (model, args, kwargs)")
 
 
 def _keywords_in_words(keywords: dict[str, int]) -> str:
@@ -157,9 +153,7 @@ def _hugging_face(name: str, batch: int, seq: int, dtype: torch.dtype, convert: 
         make = partial(transformers.AutoModelForCausalLM.from_config, config)
     else:
         known = ", ".join(f"hf:{family}" for family in _HF_FAMILIES)
-        raise CaptureError(
-            f"hf:{name} is not known here, and is not a config.json or a folder with one. Known: {known}"
-        )
+        raise CaptureError(f"hf:{name} is not known here, nor a config.json or a folder with one. Known: {known}")
     config.use_cache = False
     if convert or config.dtype is None:
         config.dtype = dtype

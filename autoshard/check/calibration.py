@@ -82,9 +82,7 @@ def calibrate(mesh: MeshLike | None = None, quick: bool = True) -> Hardware:
         workers = [subprocess.Popen([*command, "--rank", str(r)], env=environment) for r in range(ranks)]
         failed = [w for w in workers if w.wait()]
         if failed:
-            raise MeshError(
-                f"{len(failed)} of {ranks} processes that measure this machine failed. See their output above"
-            )
+            raise MeshError(f"{len(failed)} of {ranks} processes that measure this machine failed: see output above")
         return _warned_if_disturbed(Hardware.load(Path(folder) / "hardware.json"))
 
 

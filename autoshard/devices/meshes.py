@@ -80,9 +80,7 @@ class MeshSearch:
         """See :func:`planned_for`."""
         check_devices(devices)
         if isinstance(self.opts.like, Mapping):
-            raise PlanError(
-                "like by axis or by module needs a mesh: give mesh=, or the name of one strategy for all axes"
-            )
+            raise PlanError("like by axis or by module needs a mesh: give mesh=, or one strategy by name for all axes")
         with shown_progress(f"meshes of {devices}"):
             for shape in mesh_shapes(devices):
                 self.attempt(shape)

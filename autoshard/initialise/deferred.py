@@ -99,9 +99,7 @@ def _check_unchanged(model: nn.Module, name: str, meta: Tensor, area: Area) -> N
         raise InitialiseError(f"{name} was replaced after deferred_init. Do this inside the recorded function")
     if (meta.dtype, tuple(meta.shape)) != (area.dtype, area.size):
         then, now = f"{area.dtype} {list(area.size)}", f"{meta.dtype} {list(meta.shape)}"
-        raise InitialiseError(
-            f"{name} was {then} in deferred_init and is {now} now. Change it inside the recorded function"
-        )
+        raise InitialiseError(f"{name} was {then} in deferred_init and is {now} now. Change it in that function")
 
 
 INITIALISER_METHODS = ("reset_buffers", "reset_parameters", "rope_init", "init_weights")

@@ -39,9 +39,7 @@ def check_arguments(model: Any, args: Any, kwargs: Any, **given: Any) -> None:
     for name, part in model.named_modules():
         if isinstance(part, ShardedModule):
             what = f"its module {name!r}" if name else "the model"
-            raise CaptureError(
-                f"{what} is sharded already, by autoshard.compile. Compile the model from before that call"
-            )
+            raise CaptureError(f"{what} is sharded already, by autoshard.compile. Compile the original model")
     if _is_mesh(args):
         raise CaptureError(
             f"example_args is a mesh, {args!r:.60}: the model comes first, then the mesh, then the arguments"

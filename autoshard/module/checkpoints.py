@@ -56,9 +56,7 @@ def local_optimizer_state(
     groups = _model_groups(sharded, optimizer)
     sizes = [len(group["params"]) for group in state["param_groups"]]
     if sizes != [len(names) for names in groups]:
-        raise PlanError(
-            f"the optimizer state has {sizes} parameters per group, the model has {[len(g) for g in groups]}"
-        )
+        raise PlanError(f"the optimizer state has {sizes} parameters by group, the model {[len(g) for g in groups]}")
     numbers = [n for group in state["param_groups"] for n in group["params"]]
     number = dict(zip((name for names in groups for name in names), numbers, strict=True))
     names, own = _own_names(sharded, optimizer), optimizer.state_dict()["param_groups"]
@@ -167,9 +165,7 @@ def load_full_optimizer_state_dict(
     """
     held, groups = (state.get(k) if isinstance(state, Mapping) else None for k in ("state", "param_groups"))
     if not (_holds_mappings(held, Mapping) and _holds_mappings(groups, list)):
-        raise PlanError(
-            "this is not the state of an optimizer: it has no mappings in 'state' and a list of them in 'param_groups'"
-        )
+        raise PlanError("not the state of an optimizer: it needs mappings in 'state' and a list in 'param_groups'")
     if isinstance(sharded, PipelinedModule):
         state = local_optimizer_state(sharded, optimizer, state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -235,9 +231,7 @@ def _entry_files(folder: Path) -> dict[str, Path]:
         with _open_safetensors(path) as file:
             names = dict.fromkeys(file.keys(), path)
         if twice := names.keys() & found.keys():
-            raise PlanError(
-                f"{path} and {found[name := min(twice)]} both have an entry {name!r}. Give one of the two files"
-            )
+            raise PlanError(f"{path} and {found[name := min(twice)]} both have an entry {name!r}. Give one file")
         found.update(names)
     if not found:
         raise PlanError(f"{folder} holds no safetensors files")

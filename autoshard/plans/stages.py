@@ -152,9 +152,7 @@ def check_schedule(opts: CompileOptions, searched: bool) -> None:
         raise PlanError(f"schedule={opts.schedule!r} is not known. Known: {', '.join(map(repr, SCHEDULES))}")
     for name in ("schedule", "stages_per_rank"):
         if not searched and getattr(opts, name) != getattr(CompileOptions, name):
-            raise PlanError(
-                f'{name}={getattr(opts, name)!r} needs stages. Name the mesh axis that holds them, stages="pp"'
-            )
+            raise PlanError(f'{name}={getattr(opts, name)!r} needs stages. Name their mesh axis, stages="pp"')
     each = opts.stages_per_rank
     if each is None:
         return

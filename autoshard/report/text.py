@@ -211,9 +211,7 @@ def _details(plan: Record) -> Text:
         lines.append(f"merged on top: {show_seconds(-cost.merged_s).replace('-', '−')}")
     if plan.folded:
         into, back = (", ".join(values) or "nothing" for values in plan.folds)
-        lines.append(
-            f"in between, the sequence is in zigzag order of {plan.folded} ranks: {into} brought into it, {back} back"
-        )
+        lines.append(f"the sequence is in zigzag order of {plan.folded} ranks: {into} brought into it, {back} back")
     return Text("\n".join(lines))
 
 

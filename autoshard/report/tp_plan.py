@@ -50,9 +50,7 @@ def _axis(plan: Record, axis: str | None) -> str:
         return axes[0]
     wanted = "tp" if axis is None else axis
     if wanted not in plan.mesh.axes:
-        raise PlanError(
-            f"to_tp_plan: the mesh ({plan.mesh}) has no axis {wanted!r}. Name the axis that shards the modules"
-        )
+        raise PlanError(f"to_tp_plan: the mesh ({plan.mesh}) has no axis {wanted!r}. Name the axis of the modules")
     return wanted
 
 

@@ -62,9 +62,7 @@ def check_asked(objective: str, profile: Profile, training: bool, others: Mappin
     for name, given in (profile or {}).items():
         times = given[0] if isinstance(given, tuple) and given else given
         if isinstance(given, tuple) and not _is_call_arguments(*given[1:]):
-            raise PlanError(
-                f"profile: {name!r} is a frequency, or (frequency, args, kwargs) with a tuple and a dict, got {given!r}"
-            )
+            raise PlanError(f"profile: {name!r} is not a frequency or (frequency, args tuple, kwargs dict): {given!r}")
         if isinstance(times, bool) or not isinstance(times, int | float) or not 0 <= times < float("inf"):
             raise PlanError(f"profile: the frequency of {name!r} is a number, or (number, args, kwargs), got {given!r}")
         if not (isinstance(given, tuple) and len(given) > 1) and name not in (PREFILL, DECODE):

@@ -390,7 +390,7 @@ MISTAKES = [
     (["plan", "mlp", "--mesh", "tp=2", "--hardware", "gpu"], "unknown hardware 'gpu'. Known: a100, h100, "),
     (
         ["plan", "hf:lama", "--mesh", "tp=2"],
-        "hf:lama is not known here, and is not a config.json or a folder with one. Known: hf:llama, hf:mistral, ",
+        "hf:lama is not known here, nor a config.json or a folder with one. Known: hf:llama, hf:mistral, ",
     ),
     (["plan", "mlp", "--mesh", "tp=2", "--hint", "rowwise"], "--hint 'rowwise': write PATTERN=HINT, for example "),
     (["plan", "mlp", "--mesh", "tp=2", "--hint", "nowhere=rowwise"], "hint 'nowhere' matches no parameter, buffer, "),
@@ -399,7 +399,7 @@ MISTAKES = [
     (["plan", "my_models.nets:alone", "--mesh", "tp=2"], "my_models.nets:alone returns a model without example inputs"),
     (
         ["plan", "my_models.nets:number", "--mesh", "tp=2"],
-        "my_models.nets:number returns int. Return (model, args) or ",
+        "my_models.nets:number returns int, not (model, args) or ",
     ),
     (
         ["plan", "my_models.nets:with_inputs", "--mesh", "tp=2", "--batch", "8"],

@@ -112,7 +112,7 @@ def test_custom_autograd_function() -> None:
 def test_tensor_hook_in_the_forward() -> None:
     assert message(WithHook(), compiled(), autoshard.CaptureError) == (
         f"the model ({line_of('y.register_hook(lambda g: 2 * g)')}): a tensor hook (register_hook) is called in the "
-        "forward, and the compiled module would lose it. Do it on the compiled module's outputs or gradients, or remove it."
+        "forward, and the compiled module loses it.  Do it on the compiled module's outputs or gradients, or remove it."
     )
 
 
@@ -376,7 +376,7 @@ def test_what_is_no_model_and_no_example() -> None:
 
 def test_hardware_beside_a_mesh() -> None:
     assert autoshard.plan(Net(), {"tp": 2}, (X,), hardware="ideal_network").mesh.hardware.name == "ideal_network"
-    with pytest.raises(autoshard.MeshError, match="has hardware h100, but hardware='ideal_network' is asked for"):
+    with pytest.raises(autoshard.MeshError, match="has hardware h100, not the given 'ideal_network'"):
         autoshard.plan(Net(), autoshard.Mesh({"tp": 2}), (X,), hardware="ideal_network")
     with pytest.raises(autoshard.MeshError, match="unknown hardware 3"):
         autoshard.plan(Net(), None, (X,), devices=2, hardware=3)  # type: ignore[arg-type]

@@ -201,7 +201,7 @@ def test_a_profile_on_the_command_line_that_is_none(capsys: pytest.CaptureFixtur
         ({"profile": {"verify": 1}}, "'verify' needs its arguments"),
         ({"profile": {"verify": (1,)}}, "'verify' needs its arguments"),
         ({"profile": {"prefill": 0}}, "every frequency is zero"),
-        ({"profile": {"decode": (3, 5)}}, "or \\(frequency, args, kwargs\\) with a tuple and a dict, got \\(3, 5\\)"),
+        ({"profile": {"decode": (3, 5)}}, "or \\(frequency, args tuple, kwargs dict\\): \\(3, 5\\)"),
         ({"profile": {"prefill": 1}, "stages": "tp"}, "cannot be combined with stages"),
         ({"profile": {"prefill": 1}, "micro_batches": 2}, "cannot be combined with micro_batches"),
     ],

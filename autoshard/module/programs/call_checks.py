@@ -86,9 +86,7 @@ def check_call_leaves(model: nn.Module, leaves: Sequence[Any], spec: Any, device
     moved.
     """
     if default_device().type == "meta":
-        raise CaptureError(
-            "the default device is meta, which has no data: call the module outside torch.device('meta')"
-        )
+        raise CaptureError("the default device is meta, which has no data: call it outside torch.device('meta')")
 
     def name(i: int) -> str:
         return argument_paths(model, pytree.tree_unflatten(leaves, spec))[i]

@@ -150,9 +150,7 @@ class RankLocalModule(ShardedModule):
                 f"{name!r} was moved to {tensor.device}; the mesh is on {self._device.type}. Move it back."
             )
         if layout is None and isinstance(tensor, DTensor):
-            raise CaptureError(
-                f"buffer {name!r} was replaced by a DTensor, but every rank holds the full buffer: use full_tensor()."
-            )
+            raise CaptureError(f"buffer {name!r} was replaced by a DTensor. It must be full: use full_tensor().")
         placements = tensor.placements if isinstance(tensor, DTensor) else None
         if layout is not None and not has_layout(layout, self.device_mesh, tensor):
             raise CaptureError(

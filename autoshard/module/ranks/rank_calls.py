@@ -181,9 +181,7 @@ _STATE_CLAIM = (
     "the state of the call: recorded gradients, train or eval mode, requires_grad and dtypes of "
     "parameters, forward hooks, autocast, torch's defaults, or no_sync()"
 )
-_LOCAL_SHAPES_CLAIM = (
-    f"{_SHAPES_CLAIM} (local inputs need the same size on all ranks: pad them, or give the loader drop_last=True)"
-)
+_LOCAL_SHAPES_CLAIM = f"{_SHAPES_CLAIM} (local inputs need one size on all ranks: pad them, or use drop_last=True)"
 _LOCAL_VALUES_CLAIM = "the local inputs (ranks along a mesh axis that does not shard them need the same)"
 _VALUES_CLAIM = (
     "the values of the inputs (every rank needs the same global batch: seed the loader, use no "

@@ -182,9 +182,7 @@ def _masked_attention(
 
 def _recomputed_banded(*operands: Any, dropout_p: float = 0.0, **form: Any) -> torch.Tensor:
     if dropout_p:
-        raise RuntimeMismatchError(
-            "autoshard::banded_attention draws dropout when it runs, so it has no backward with dropout"
-        )
+        raise RuntimeMismatchError("autoshard::banded_attention draws dropout when it runs: no backward with dropout")
     return banded_attention(*operands, **form)
 
 

@@ -269,7 +269,7 @@ class _RankForward:
             comm.micro_batch = entered
         if len(made) != self.saved:
             raise RuntimeMismatchError(
-                f"{self.part.__name__} saved {self.saved} tensors in the forward and {len(made)} when it was recomputed"
+                f"{self.part.__name__} saved {self.saved} tensors in the forward and {len(made)} recomputed"
             )
         outputs = found if isinstance(found, tuple) else (found,)
         self.values = made | {~n: out.detach() for n, out in enumerate(outputs) if self.asked[~n]}

@@ -216,9 +216,7 @@ def _check_operations(file: Path) -> None:
     """Raise :class:`PlanError` for a custom op whose library (of the model) is not imported."""
     for library, name in sorted(set(re.findall(r"\btorch\.ops\.(\w+)\.(\w+)", file.read_text(encoding="utf-8")))):
         if not hasattr(getattr(torch.ops, library), name):
-            raise PlanError(
-                f"torch.ops.{library}.{name} is not defined. Import the module that defines it at the top of {file}"
-            )
+            raise PlanError(f"torch.ops.{library}.{name} is not defined. Import its module at the top of {file}")
 
 
 # --- all ranks in this process ---

@@ -99,9 +99,7 @@ class _AllRanksNode(torch.autograd.Function):
                 "differentiate the unsharded model"
             )
         if not all(held for _, held in ctx.trips):
-            raise RuntimeMismatchError(
-                f"{name}: the result of one rank has no gradient, but that of another rank has one"
-            )
+            raise RuntimeMismatchError(f"{name}: the result of one rank has no gradient, but another rank's has one")
         given, wanted = _split_by_rank(gradients, ranks), _split_by_rank(ctx.needs_input_grad[4:], ranks)
         saved = [held.pop("saved") for _, held in ctx.trips]
         if not any(held["reached"] for _, held in ctx.trips):

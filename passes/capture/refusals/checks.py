@@ -40,9 +40,7 @@ def check_module_classes(model: nn.Module) -> None:
         if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
             raise CaptureError(f"{path or 'the model'}: {kind} is distributed already. Pass its .module")
         if "_modules" not in vars(module):
-            raise CaptureError(
-                f"{path or 'the model'}: {kind} was not initialised. Call super().__init__() in its __init__"
-            )
+            raise CaptureError(f"{path or 'the model'}: {kind} was not initialised. Its __init__ must call super's")
     forward = vars(model).get("forward", type(model).forward)
     if forward is None or forward is nn.Module.forward:
         raise CaptureError(f"the model: {type(model).__name__} has no forward. Pass the module that is called")
@@ -175,9 +173,7 @@ def check_result(node: fx.Node, value: Any) -> None:
     """Refuse a result that is neither a dense tensor nor a symbolic number."""
     check_quantization_observer(node)
     if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-        raise CaptureError(
-            f"{node_loc(node)}: {node.target} makes a tensor of layout {value.layout}. Use dense tensors."
-        )
+        raise CaptureError(f"{node_loc(node)}: {node.target} makes a {value.layout} tensor. Use dense tensors.")
     if value is not None and not isinstance(value, torch.Tensor) and not is_data_dependent_number(value):
         raise CaptureError(f"{node_loc(node)}: {DATA_DEPENDENT_MESSAGE.format(what=f'a result of {node.target}')}")
 

@@ -56,9 +56,7 @@ def explained_capture_error(model: nn.Module, error: BaseException) -> CaptureEr
     elif isinstance(error, AssertionError) and str(error).startswith("expected FakeTensor, got <class 'NoneType'>"):
         text = REMOVED_STATE_MESSAGE.format(name="a buffer of the model")  # export's own check where it is set
     elif str(error).startswith("expected compiled_fn to be GraphModule") and (names := names_sharing_memory(model)):
-        text = (
-            f"the forward writes to tensors of the model that share memory, {names}. Replace one of them by a clone()."
-        )
+        text = f"the forward writes to tensors of the model that share memory, {names}. Replace one by a clone()."
     elif "__obj_flatten__" in str(error) and (kept := _module_with_cpp_object(model)):
         text = (
             f"{kept}, which no trace can read, as with packed weights of quantised layers. "
@@ -84,9 +82,7 @@ def explained_capture_error(model: nn.Module, error: BaseException) -> CaptureEr
             f"({str(error).partition(': ')[2]}). Pass tensors and numbers."
         )
     elif "SymFloat.__format__" in str(error):
-        text = (
-            f"the forward formats the value of a tensor as text (`{code}`). Return the tensor, and format it outside."
-        )
+        text = f"the forward formats the value of a tensor as text (`{code}`). Return it, and format it outside."
     else:
         first = str(error).strip().split("\n\n")[0]
         text = f"the model could not be traced. {type(error).__name__}: {first}"

@@ -282,9 +282,7 @@ def check_loop_draws(program: torch.export.ExportedProgram) -> None:
     for node in program.graph.nodes:
         shape = getattr(node.meta.get("val"), "shape", ())
         if node.meta.get(LOOP_KEY) and is_random(node) and all(isinstance(n, int) for n in shape):
-            raise CaptureError(
-                "a loop over a tensor of unknown length draws random numbers. Draw them before the loop."
-            )
+            raise CaptureError("a loop over a tensor of unknown length draws random numbers. Draw them before it.")
 
 
 def _for_statement_frame(found: FrameType | None) -> FrameType:

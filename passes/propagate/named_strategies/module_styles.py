@@ -111,9 +111,7 @@ def style_of(pattern: str, given: Any) -> Style:
     if not isinstance(given, str) or given not in MODULE_STYLES:
         near = difflib.get_close_matches(str(given), MODULE_STYLES, n=1)
         meant = f"; do you mean {near[0]!r}?" if near else "."
-        raise PlanError(
-            f"like: {pattern!r} is {given!r}, which is not a style{meant} Known: {', '.join(MODULE_STYLES)}"
-        )
+        raise PlanError(f"like: {pattern!r} is {given!r}, not a style{meant} Known: {', '.join(MODULE_STYLES)}")
     return MODULE_STYLES[given]
 
 

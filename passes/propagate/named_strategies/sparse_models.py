@@ -81,9 +81,7 @@ def table_requests(
     for name in tables:
         nodes, shape = graph.uses[name], graph.types[name].shape
         if short := [d for d in dims if d != OWNER_DIM and int(shape[d]) < ranks]:
-            left[name] = (
-                f"dim {short[0]}, of length {shape[short[0]]}, would leave some of {ranks} ranks without a shard"
-            )
+            left[name] = f"dim {short[0]}, of length {shape[short[0]]}, leaves some of {ranks} ranks without a shard"
         elif all(_looks_up(n, name) and label in {s.label for s in axis_strategies(n, graph)} for n in nodes):
             found[name] = dims
             asked |= {n.name: how for n in nodes}

@@ -327,9 +327,7 @@ def expand_tp_plan(model: object, like: Any) -> Any:
     if like == "tp_plan":
         found = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
         if not found:
-            raise PlanError(
-                f"like='tp_plan': {type(model).__name__} has no tp_plan. Name a strategy, such as 'megatron'"
-            )
+            raise PlanError(f"like='tp_plan': {type(model).__name__} has no tp_plan. Name one, such as 'megatron'")
         return dict(found)
     return {key: expand_tp_plan(model, x) for key, x in like.items()} if isinstance(like, Mapping) else like
 
@@ -341,9 +339,7 @@ def _check_name(name: Any) -> None:
     if not isinstance(name, str) or name not in STRATEGY_NAMES:
         near = difflib.get_close_matches(str(name), STRATEGY_NAMES, n=1)
         meant = f"do you mean {near[0]!r}? " if near else ""
-        raise PlanError(
-            f"like={name!r} is not a named strategy: {meant}{_LIKE_USAGE}. Names: {', '.join(STRATEGY_NAMES)}"
-        )
+        raise PlanError(f"like={name!r} is not a strategy: {meant}{_LIKE_USAGE}. Names: {', '.join(STRATEGY_NAMES)}")
 
 
 HintConflict = tuple[str, int, bool]

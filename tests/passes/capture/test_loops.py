@@ -265,7 +265,7 @@ REFUSED: dict[Callable[[Tensor, Tensor], Tensor], str] = {
     number_of_hits: "assigns 'count'",
     comprehended: "neither `for row in tensor:`",
     kept_list: "nor `for row in tensor.tolist",
-    drawn: "draws random numbers. Draw them before the loop",
+    drawn: "draws random numbers. Draw them before it",
 }
 
 

@@ -354,17 +354,17 @@ def test_a_plan_that_the_model_brings() -> None:
     [
         (
             "megatorn",
-            "like='megatorn' is not a named strategy: do you mean 'megatron'? give a name, {mesh axis: name},",
+            "like='megatorn' is not a strategy: do you mean 'megatron'? give a name, {mesh axis: name},",
         ),
         ({"dp": "ddp"}, "like names axis 'dp'; the mesh has tp"),
-        ({"head": "collwise"}, "like: 'head' is 'collwise', which is not a style; do you mean 'colwise'?"),
+        ({"head": "collwise"}, "like: 'head' is 'collwise', not a style; do you mean 'colwise'?"),
         ({"heads": "colwise"}, "like: 'heads' matches no module and no parameter. Nearest: head"),
         (
             {"head": "grouped_gemm"},
             "like: 'head' is 'grouped_gemm', but expert parallelism by module is not supported yet",
         ),
         ({}, "like={}: give a name, {mesh axis: name}, or {pattern of modules: style}"),
-        ("tp_plan", "like='tp_plan': Llama has no tp_plan. Name a strategy, such as 'megatron'"),
+        ("tp_plan", "like='tp_plan': Llama has no tp_plan. Name one, such as 'megatron'"),
     ],
 )
 def test_errors(like: Any, error: str) -> None:

@@ -129,7 +129,7 @@ READ = (
         (
             Tables((9, 8, 1)),
             "row-wise",
-            "tables.2.weight cannot be placed so, because dim 0, of length 1, would leave some of 2 ranks without a shard",
+            "tables.2.weight cannot be placed so, because dim 0, of length 1, leaves some of 2 ranks without a shard",
         ),
         (nn.Linear(3, 3), "table-wise", "no parameter is a table, so ddp is planned"),
     ],

@@ -184,7 +184,7 @@ def local_inputs_that_do_not_fit(mesh: autoshard.Mesh) -> None:
     sharded = autoshard.compile(model, mesh, inputs={"x": "local", "labels": "local"})
     rows = 4 - dist.get_rank()
     with refused(
-        "local inputs need the same size on all ranks: pad them, or give the loader drop_last=True.*rank 1",
+        "local inputs need one size on all ranks: pad them, or use drop_last=True.*rank 1",
         RuntimeMismatchError,
     ):
         sharded(x[:rows], scale, labels[:rows])
