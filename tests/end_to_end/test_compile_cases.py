@@ -239,7 +239,7 @@ def test_state_dict_round_trip() -> None:
     torch.testing.assert_close(sharded(randn(4, 8)), other(randn(4, 8)), rtol=1e-9, atol=1e-12)
     with pytest.raises(autoshard.PlanError, match=r"missing \['bias'\]"):
         sharded.load_full_state_dict({"weight": other.weight})
-    with pytest.raises(autoshard.PlanError, match=r"'bias' has shape \[5\], the model \[6\]"):
+    with pytest.raises(autoshard.PlanError, match=r"'bias' has shape \[5\], but the model has \[6\]"):
         sharded.load_full_state_dict({"weight": other.weight, "bias": torch.zeros(5)})
 
 

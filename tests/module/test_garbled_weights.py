@@ -77,14 +77,14 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a file that is missing": (naming("other.safetensors"), UNREADABLE),
     "an entry in two files": (
         lambda f: (f / "model.fp16.safetensors").write_bytes((f / NAME).read_bytes()) and None,
-        r"model.safetensors and .*fp16.safetensors both have an entry 'count': name one",
+        r"model.safetensors and .*fp16.safetensors both have an entry 'count'. Give one",
     ),
     "ints for floats": (
         of_dtype("up.weight", torch.int32),
-        r"entry 'up.weight' in .* holds I32, the model torch.float32",
+        r"entry 'up.weight' in .* has dtype I32, but the model has torch.float32",
     ),
-    "booleans for floats": (of_dtype("up.bias", torch.bool), "holds BOOL"),
-    "floats for ints": (of_dtype("count", torch.float32), r"holds F32, the model torch.int64"),
+    "booleans for floats": (of_dtype("up.bias", torch.bool), "has dtype BOOL"),
+    "floats for ints": (of_dtype("count", torch.float32), r"has dtype F32, but the model has torch.int64"),
 }
 
 

@@ -41,7 +41,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, Error(), torch.randn(8, 4))
     save_file({"y": torch.randn(8, 4)}, tmp_path / "inputs.safetensors")
-    with pytest.raises(PlanError, match=r"inputs\.safetensors has no input 'x'; it needs x"):
+    with pytest.raises(PlanError, match=r"inputs\.safetensors has no input 'x'. It needs x"):
         run(tmp_path, monkeypatch)
     (tmp_path / "rank1.safetensors").unlink()
     with pytest.raises(PlanError, match=r"rank1\.safetensors is missing: save the module again"):

@@ -100,8 +100,8 @@ def test_a_plan_is_refused_beside_what_it_was_not_made_for() -> None:
             "like='ulysses': the given plan was made without like=. Leave like= out, or",
         ),
         (plan, {"like": "ddp"}, f"like='ddp': the given plan was made for like={like!r}. Leave like= out, or"),
-        (plan, {"hints": {weight: {"x": Shard(0)}}}, f"hint {weight!r}: in the given plan {weight!r} lies"),
-        (plan, {"hints": {weight: "replicate"}}, f"hint {weight!r}: in the given plan {weight!r} lies"),
+        (plan, {"hints": {weight: {"x": Shard(0)}}}, f"hint {weight!r}: in the given plan {weight!r} has layout"),
+        (plan, {"hints": {weight: "replicate"}}, f"hint {weight!r}: in the given plan {weight!r} has layout"),
         (plan, {"hints": {"nowhere": "replicate"}}, "hint 'nowhere' matches no parameter, buffer, input or module"),
     ):
         for does in (autoshard.compile, autoshard.verify):

@@ -379,7 +379,7 @@ def test_a_users_own_function_has_the_batch(asked: list[str], rows: int, capsys:
 
 MISTAKES = [
     (["plan", "mlp", "--mesh", "tp"], "--mesh 'tp': write axes and sizes as dp=2,tp=4"),
-    (["plan", "mlp", "--mesh", "tp=0"], "mesh axis 'tp' has size 0; a size is an int of at least 1"),
+    (["plan", "mlp", "--mesh", "tp=0"], "mesh axis 'tp' has size 0, but a size is an int of at least 1"),
     (["plan", "mlp", "--mesh", "tp=2,tp=4"], "--mesh 'tp=2,tp=4': axis 'tp' is given twice"),
     (
         ["plan", "mlp", "--mesh", "tp=2", "--like", "tp=fsdp,tp=ddp"],
@@ -396,7 +396,7 @@ MISTAKES = [
     (["plan", "mlp", "--mesh", "tp=2", "--hint", "nowhere=rowwise"], "hint 'nowhere' matches no parameter, buffer, "),
     (["plan", "no_such.module:f", "--mesh", "tp=2"], "MODEL no_such.module:f cannot be loaded: No module named "),
     (["plan", "my_models.nets:missing", "--mesh", "tp=2"], "MODEL my_models.nets:missing cannot be loaded: module "),
-    (["plan", "my_models.nets:alone", "--mesh", "tp=2"], "my_models.nets:alone returns a model without example inputs"),
+    (["plan", "my_models.nets:alone", "--mesh", "tp=2"], "my_models.nets:alone returns no example inputs"),
     (
         ["plan", "my_models.nets:number", "--mesh", "tp=2"],
         "my_models.nets:number returns int, not (model, args) or ",
@@ -406,7 +406,7 @@ MISTAKES = [
         "MODEL my_models.nets:with_inputs cannot be called with (batch=8): got an unexpected keyword argument 'batch'",
     ),
     (["plan", "my_models.nets:of_its_own", "--mesh", "tp=2"], "my_models.nets:of_its_own fails at "),
-    (["plan", "my_models.nets:one_tensor", "--mesh", "tp=2"], "my_models.nets:one_tensor returns tuple; return "),
+    (["plan", "my_models.nets:one_tensor", "--mesh", "tp=2"], "my_models.nets:one_tensor returns tuple, not "),
 ]
 
 

@@ -109,7 +109,7 @@ OTHER_MODELS: dict[str, tuple[Callable[[str], Plan], nn.Module, torch.Tensor, st
         Plan.from_json,
         Pair(width=1),
         WIDE,
-        "cuts aten.linear.default in up at .* along n, which these sizes do not",
+        "shards aten.linear.default in up at .* along n, which these sizes do not",
     ),
     "labels": (lambda t: _changed(t, _labels(["n2"])), Pair(), WIDE, "along n2, which these sizes do not allow"),
     "no labels": (lambda t: _changed(t, _labels([])), Pair(), WIDE, "a label per axis of the mesh"),

@@ -112,7 +112,7 @@ def test_custom_autograd_function() -> None:
 def test_tensor_hook_in_the_forward() -> None:
     assert message(WithHook(), compiled(), autoshard.CaptureError) == (
         f"the model ({line_of('y.register_hook(lambda g: 2 * g)')}): a tensor hook (register_hook) is called in the "
-        "forward, and the compiled module loses it.  Do it on the compiled module's outputs or gradients, or remove it."
+        "forward, and the compiled module loses it. Do it on the compiled module's outputs or gradients, or remove it."
     )
 
 
@@ -155,7 +155,7 @@ def test_hint_that_cannot_be_met() -> None:
 
 def test_hint_on_an_axis_that_is_not_there() -> None:
     assert message(Net(), compiled({"up.weight": {"dp": Shard(0)}}), autoshard.HintError) == (
-        "hint 'up.weight' names axis 'dp'; the mesh has tp"
+        "hint 'up.weight' names axis 'dp', but the mesh has tp"
     )
 
 
@@ -224,7 +224,7 @@ def test_malformed_meshes() -> None:
         return str(caught.value)
 
     assert text({}) == 'a mesh needs at least one axis, for example {"tp": 2}'
-    assert text({"tp": 0}) == "mesh axis 'tp' has size 0; a size is an int of at least 1"
+    assert text({"tp": 0}) == "mesh axis 'tp' has size 0, but a size is an int of at least 1"
     assert text({"t p": 2}) == "mesh axis name 't p' is not an identifier such as 'dp' or 'tp'"
     assert text({"tp": 2}, hardware="h1000").startswith("unknown hardware 'h1000'. Known: a100, h100, ")
 
@@ -333,7 +333,7 @@ def test_a_cache_that_the_first_call_fills() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Caching())
     with pytest.raises(
         autoshard.CaptureError,
-        match=r"makes the buffer '1.bias' in its first call.*or call the model once before compiling it",
+        match=r"creates the buffer '1.bias' in its first call.*or call the model once before compiling it",
     ):
         autoshard.compile(model, {"tp": 2}, (X,))
     assert model[1].bias is None

@@ -178,7 +178,7 @@ class AutogradSideEffects(Observer):
         if func == _DATA_SET:
             raise self.refuse("the forward assigns to .data of a tensor. Compute a new tensor instead.")
         if self.training and (name := _LOST_AUTOGRAD_CALLS.get(func)) is not None:
-            raise self.refuse(f"{name} is called in the forward, and the compiled module loses it.  {_AUTOGRAD_ADVICE}")
+            raise self.refuse(f"{name} is called in the forward, and the compiled module loses it. {_AUTOGRAD_ADVICE}")
         turned_on = self.training and func in _REQUIRES_GRAD_SETTERS and not args[0].requires_grad
         # intermediate gradients are invisible; those of outputs are compared after the trace
         if turned_on and (*args[1:], *call.kwargs.values(), True)[0] and any(args[0] is x for x in self.inputs):

@@ -39,7 +39,7 @@ def test_no_rank_is_without_experts(form: str, axes: dict[str, int], like: Any) 
     assert labels.count("exchange") < len(labels)
     if like == "expert":
         assert labels == ("rows",)
-        assert any("4 experts on 8 ranks" in note for note in report.plan.notes)
+        assert any("4 experts cannot occupy 8 ranks" in note for note in report.plan.notes)
         weights = [x for n, x in report.plan.layouts.items() if n.startswith(("first", "second", "experts"))]
         assert all(isinstance(x["ep"], autoshard.Shard) for x in weights if "bias" not in str(x))
 

@@ -187,7 +187,7 @@ def test_shards_too_small_to_be_chosen_freely(graph: Graph) -> None:
             "hint 'upp.weight' matches no parameter, buffer, input or module. Nearest: up.weight, down.weight, table.weight",
         ),
         ({0: Shard(0)}, "hint 0 is not a pattern: name a parameter, buffer, input or module"),
-        ({"up.weight": {"sp": Shard(0)}}, "hint 'up.weight' names axis 'sp'; the mesh has dp, tp"),
+        ({"up.weight": {"sp": Shard(0)}}, "hint 'up.weight' names axis 'sp', but the mesh has dp, tp"),
         ({"up.weight": {"tp": 0}}, "hint 'up.weight': 0 on axis 'tp' is not Shard(d), Replicate() or Partial()"),
         (
             {"up.weight": "columnwise"},

@@ -97,7 +97,7 @@ def test_a_tp_plan_has_no_word_for_a_table_on_one_rank() -> None:
     found = autoshard.plan(model, mesh, args, like="table-wise", hints={"tables.1.weight": "rowwise"}).to_tp_plan()
     assert found["tables.1"] == "embedding_rowwise"
     assert not {"tables.0", "tables.*"} & found.keys()
-    assert any(text.startswith("parameter tables.0.weight lies in O(") for text in found.unsaid)
+    assert any(text.startswith("parameter tables.0.weight has layout O(") for text in found.unsaid)
 
 
 def test_what_an_error_advises_for_a_table_works() -> None:

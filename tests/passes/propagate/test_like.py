@@ -356,7 +356,7 @@ def test_a_plan_that_the_model_brings() -> None:
             "megatorn",
             "like='megatorn' is not a strategy: do you mean 'megatron'? give a name, {mesh axis: name},",
         ),
-        ({"dp": "ddp"}, "like names axis 'dp'; the mesh has tp"),
+        ({"dp": "ddp"}, "like names axis 'dp', but the mesh has tp"),
         ({"head": "collwise"}, "like: 'head' is 'collwise', not a style; do you mean 'colwise'?"),
         ({"heads": "colwise"}, "like: 'heads' matches no module and no parameter. Nearest: head"),
         (

@@ -151,4 +151,4 @@ def test_tables_that_cannot_lie_as_asked(model: nn.Module, like: str, told: str)
 def test_many_tables_are_counted() -> None:
     (told,) = notes(Tables((9,) * 12, scale_grad_by_freq=True), "row-wise", 2, torch.zeros(8, 3, dtype=torch.long))
     assert told.count(".weight") == 8
-    assert " and 4 more cannot lie so" in told
+    assert " and 4 more cannot be placed so" in told

@@ -280,7 +280,7 @@ def refused(mesh: autoshard.Mesh) -> None:
             MixedPrecisionPolicy(torch.int32),
             PlanError,
         ),
-        r"mixed_precision='bf16' is no torch.distributed.fsdp.MixedPrecisionPolicy": ("bf16", PlanError),
+        r"mixed_precision='bf16' is not a torch.distributed.fsdp.MixedPrecisionPolicy": ("bf16", PlanError),
     }
     for text, (policy, error) in wrong.items():
         with pytest.raises(error, match=text):

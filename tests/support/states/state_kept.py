@@ -77,7 +77,7 @@ def a_state_that_grows(mesh: autoshard.Mesh) -> None:
             self.state = torch.cat([self.state, x])
             return self.lin(self.state)
 
-    with refused(r"gives attribute 'state' another shape: \[8, 8\] for \[4, 8\]"):
+    with refused(r"changes the shape of attribute 'state' from \[4, 8\] to \[8, 8\]"):
         pair(mesh, Grows, rows())
 
     class GrowsInABuffer(Grows):
@@ -86,7 +86,7 @@ def a_state_that_grows(mesh: autoshard.Mesh) -> None:
             self.register_buffer("state", self.__dict__.pop("state"))
 
     for make in (GrowsInABuffer, lambda: nn.Sequential(GrowsInABuffer())):
-        with refused(r"gives buffer 'state' of GrowsInABuffer another shape: \[8, 8\] for \[4, 8\]"):
+        with refused(r"changes the shape of buffer 'state' of GrowsInABuffer from \[4, 8\] to \[8, 8\]"):
             pair(mesh, make, rows())
 
     class Resized(GrowsInABuffer):
@@ -94,7 +94,7 @@ def a_state_that_grows(mesh: autoshard.Mesh) -> None:
             self.state.resize_(8, 8)
             return self.lin(x)
 
-    with refused(r"gives buffer 'state' of Resized another shape: \[8, 8\] for \[4, 8\]"):
+    with refused(r"changes the shape of buffer 'state' of Resized from \[4, 8\] to \[8, 8\]"):
         pair(mesh, Resized, rows())
 
 
