@@ -48,10 +48,10 @@ def test_the_page_has_each_word_once() -> None:
 
 
 def test_a_wrong_row_is_seen() -> None:
-    assert faults(("whole", "replicated", "All of it.", "`autoshard/layout.py`")) == []
+    assert faults(("whole", "replicated", "All of it.", "`passes/rules/families/slicing.py`")) == []
     assert faults(("whole", "replicated", "All of it.", "`autoshard/gone.py`"))
-    assert faults(("zigzagged", "zigzag", "All of it.", "`autoshard/layout.py`"))
-    assert faults(("whole", "replicated", "word " * 26, "`autoshard/layout.py`"))
+    assert faults(("zigzagged", "zigzag", "All of it.", "`passes/rules/families/slicing.py`"))
+    assert faults(("whole", "replicated", "word " * 26, "`passes/rules/families/slicing.py`"))
     assert faults(("whole", "replicated", "All of it."))
 
 
