@@ -213,7 +213,7 @@ def _bytes_argument(text: str) -> float:
             return float(found[1]) * int(BYTE_UNITS[found[2]])
     except ValueError:  # 1.2.3
         pass
-    raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 40GB, 512MiB or 40e9")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 40GB, 512MiB or 40e9")
 
 
 def _micro_batches_argument(text: str) -> int | str:

@@ -237,7 +237,7 @@ def test_sizes_have_units(size: str, least: float, monkeypatch: pytest.MonkeyPat
 def test_what_is_no_size(size: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", *MLP, f"--memory-budget={size}"])
-    assert f"{size!r} is no size, such as 40GB" in capsys.readouterr().err
+    assert f"{size!r} is not a size, such as 40GB" in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,10 +55,10 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 72312,
-    "tokens": 617603,
-    "lines over 100 columns": 4184,
-    "files": 332,
+    "lines": 73503,
+    "tokens": 626380,
+    "lines over 100 columns": 4273,
+    "files": 336,
     "files under 60 lines": 10,
     "names at module level in 3 or more files": 6,
     "numeric constants at module level": 177,

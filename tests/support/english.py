@@ -74,7 +74,7 @@ def _joined(node: ast.expr) -> str | None:
 
 def _is_prose(text: str) -> bool:
     words = re.findall(r"(?<![\w./(])[a-z]{2,}(?![\w(=./])", text)
-    code = re.search(r"\w\.default\b|->|:=|\) \||^\W*import |^from \w+ import", text)
+    code = re.search(r"\$\{|\w\.default\b|->|:=|\) \||^\W*import |^from \w+ import", text)
     fillers = sum(word in FILLERS for word in words)
     return len(words) >= 3 and not code and 10 * fillers >= len(words)
 
