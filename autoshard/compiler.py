@@ -73,6 +73,7 @@ def search_graph(graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLay
 
 
 @infrequent_gc()
+@without_autocast()
 def compile_graph(
     graph: Graph,
     mesh: Mesh,

@@ -55,8 +55,8 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 73503,
-    "tokens": 626380,
+    "lines": 73504,
+    "tokens": 626384,
     "lines over 100 columns": 4273,
     "files": 336,
     "files under 60 lines": 10,
