@@ -79,8 +79,8 @@ def test_a_plan_that_is_given_says_how_many() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"stages_per_rank": 2}, "stages_per_rank=2: '1f1b' runs one"),
-        ({"stages_per_rank": 1, "schedule": "interleaved"}, "stages_per_rank=1: 'interleaved' runs several"),
+        ({"stages_per_rank": 2}, "stages_per_rank=2, but '1f1b' runs one"),
+        ({"stages_per_rank": 1, "schedule": "interleaved"}, "stages_per_rank=1, but 'interleaved' runs several"),
         ({"stages_per_rank": 0, "schedule": "zero_bubble"}, "stages_per_rank=0 is not a number of stages, such as 2"),
         ({"stages_per_rank": True, "schedule": "zero_bubble"}, "stages_per_rank=True is not a number of stages"),
         ({"stages_per_rank": 2, "stages": None}, "stages_per_rank=2 needs stages"),

@@ -179,7 +179,7 @@ def test_what_cannot_be_checked_does_not_count(caplog: pytest.LogCaptureFixture)
     data = x()
     assert torch.equal(sharded(data), data.cumsum(0))
     (said,) = [r.getMessage() for r in caplog.records if "is not checked" in r.getMessage()]
-    assert f"{LIB}.of_seven.default is not checked for f64[6, 4], i64[4], k=0 where rows is cut" in said
+    assert f"{LIB}.of_seven.default is not checked for f64[6, 4], i64[4], k=0 where rows is sharded" in said
 
 
 def test_gradients_are_checked_also_where_none_flowed_before() -> None:
