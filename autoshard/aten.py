@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import __version__ as torch_version
 
 from autoshard.errors import AutoshardError
 
@@ -23,7 +24,7 @@ class MissingOp:
         return self.name
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        raise AutoshardError(f"torch {torch.__version__} has no op {self.name}: see docs/compatibility.md")
+        raise AutoshardError(f"torch {torch_version} has no op {self.name}: see docs/compatibility.md")
 
 
 class _Packet:

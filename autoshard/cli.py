@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import __version__ as torch_version
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -85,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"examples:\n{examples}\n`autoshard COMMAND --help` has the options and examples of a command.",
     )
     parser.add_argument(
-        "--version", action="version", version=f"autoshard {autoshard.__version__}, torch {torch.__version__}"
+        "--version", action="version", version=f"autoshard {autoshard.__version__}, torch {torch_version}"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import linecache
 import operator
 import os
@@ -36,7 +37,7 @@ def _package(name: str) -> tuple[str, ...]:
 
 _MODELS_FOLDERS = _package("autoshard.models")
 _LIBRARY_FOLDERS = (*_package("autoshard"), *_package("autoshard.passes"))
-_TORCH_FOLDERS = _folder(os.path.dirname(torch.__file__))
+_TORCH_FOLDERS = _folder(os.path.dirname(inspect.getfile(torch)))
 _PYTHON_FOLDERS = _folder(os.path.dirname(os.__file__))
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -85,7 +85,7 @@ def _read_values(name: str) -> Any:
 
     def read(self: ModuleDTensor, *args: Any, **kwargs: Any) -> Any:
         plain = self if self.gathers else self._plain(self.is_full())
-        return getattr(torch.Tensor, name)(plain, *args, **kwargs)
+        return getattr(Tensor, name)(plain, *args, **kwargs)
 
     return read
 
@@ -123,7 +123,7 @@ class ModuleDTensor(DTensor):
 
     # --- conversions ---
 
-    def to_local(self, **kwargs: Any) -> torch.Tensor:
+    def to_local(self, **kwargs: Any) -> Tensor:
         """See :meth:`DTensor.to_local`."""
         return _hooked(super().to_local(**kwargs))
 
@@ -141,7 +141,7 @@ class ModuleDTensor(DTensor):
         found: DTensor = _ByFullTensor.apply(self, DTensorSpec(mesh, given, spec.tensor_meta))
         return found
 
-    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """See :meth:`DTensor.full_tensor`. Of a table of one owner, on all ranks."""
         if not is_owned(self):
             return _hooked(super().full_tensor(grad_placements=grad_placements))
@@ -151,7 +151,7 @@ class ModuleDTensor(DTensor):
 
     # --- leaving torch ---
 
-    def _plain(self, allowed: bool) -> torch.Tensor:
+    def _plain(self, allowed: bool) -> Tensor:
         if not allowed:
             raise LayoutError(
                 f"rank {dist.get_rank()} is about to save a tensor of shape {list(self.shape)}, or pass it to code "
@@ -204,12 +204,12 @@ class ModuleDTensor(DTensor):
         return format(self.detach().item(), spec)
 
     @property
-    def data(self) -> torch.Tensor:
+    def data(self) -> Tensor:
         """The tensor without history; ``x.data = new`` sets the shard, too, unlike torch's own."""
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @data.setter
-    def data(self, new: torch.Tensor) -> None:
+    def data(self, new: Tensor) -> None:
         set_data(self, new if isinstance(new, DTensor) else shard_full(new.detach(), self._spec))
 
     # --- torch.distributed.checkpoint, of which a chunk of several is one item ---
@@ -224,9 +224,9 @@ class ModuleDTensor(DTensor):
             return super().__create_chunk_list__()  # type: ignore[no-untyped-call]
         return [c.metadata for c in local_chunks(self)]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         if not has_several_chunks(self):
-            found: torch.Tensor = super().__get_tensor_shard__(index)  # type: ignore[no-untyped-call]
+            found: Tensor = super().__get_tensor_shard__(index)  # type: ignore[no-untyped-call]
             return found
         return next(c.local for c in local_chunks(self) if c.metadata.offsets == index.offset)
 
@@ -246,7 +246,7 @@ def _enter_class(kind: type[ModuleDTensor]) -> None:
 _enter_class(ModuleDTensor)
 
 
-def module_dtensor(local: torch.Tensor, spec: DTensorSpec) -> ModuleDTensor:
+def module_dtensor(local: Tensor, spec: DTensorSpec) -> ModuleDTensor:
     """The tensor of a module with this local shard; not differentiable."""
     local = local.detach() if local.requires_grad else local
     found: ModuleDTensor = new_dtensor(ModuleDTensor, local, spec, requires_grad=False)
@@ -289,7 +289,7 @@ def set_shard(x: DTensor, new: DTensor) -> None:
 
 def set_data(x: DTensor, new: DTensor) -> None:
     """``x.data = new``."""
-    torch.Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
+    Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
     set_shard(x, new)
 
 
@@ -307,7 +307,7 @@ def contiguous_spec(
 # --- full tensors to shards, and back ---
 
 
-def shard_full(full: torch.Tensor, like: DTensorSpec) -> ModuleDTensor:
+def shard_full(full: Tensor, like: DTensorSpec) -> ModuleDTensor:
     """This rank's shard of ``full`` in the layout of ``like``, without partial sums."""
     mesh, placements = like.mesh, summed(like.placements)
     meta = TensorMeta(full.shape, full.stride(), full.dtype)
@@ -321,7 +321,7 @@ def shard_full(full: torch.Tensor, like: DTensorSpec) -> ModuleDTensor:
     return module_dtensor(local, DTensorSpec(mesh, placements, meta))
 
 
-def empty_shard(data: torch.Tensor, like: DTensorSpec) -> torch.Tensor:
+def empty_shard(data: Tensor, like: DTensorSpec) -> Tensor:
     """The empty shard of a rank that owns nothing; owners' shards have equal lengths."""
     cut = [(p.dim, like.mesh.size(i)) for i, p in enumerate(like.placements) if isinstance(p, Shard)]
     rest = [
@@ -330,7 +330,7 @@ def empty_shard(data: torch.Tensor, like: DTensorSpec) -> torch.Tensor:
     return data.new_empty(0, *rest[1:], device=like.mesh.device_type)
 
 
-def _gather(x: DTensor) -> torch.Tensor:
+def _gather(x: DTensor) -> Tensor:
     """The full tensor of a layout that DTensor lacks."""
     spec = x._spec
     mesh, local = spec.mesh, x._local_tensor
@@ -341,7 +341,7 @@ def _gather(x: DTensor) -> torch.Tensor:
     return broadcast_from_owners(local, spec) if is_owned(x) else local
 
 
-def broadcast_from_owners(x: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+def broadcast_from_owners(x: Tensor, spec: DTensorSpec) -> Tensor:
     """The full tensor ``x`` of the owners' mesh on all ranks of the mesh that this is part of."""
     held: Any = spec.mesh
     mesh, holds = held._of, held.get_coordinate() is not None
@@ -362,7 +362,7 @@ class _ByFullTensor(NoneGradFunction):
         return shard_full(full_if_dtensor(x.detach()) if has_torch_layout(x._spec) else _gather(x), spec)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         spec = ctx.spec
         if not isinstance(gradient, DTensor):
             gradient = replicated_dtensor(getattr(spec.mesh, "_of", spec.mesh), gradient)
@@ -376,19 +376,19 @@ def _own_gradients(given: Sequence[Any], _: Any) -> None:
             ModuleDTensor.of(x)
 
 
-def _hooked(local: torch.Tensor) -> torch.Tensor:
+def _hooked(local: Tensor) -> Tensor:
     """A local tensor, whose node returns gradients of the module."""
     if local.grad_fn is not None:
         local.grad_fn.register_hook(_own_gradients)
     return local
 
 
-def dtensor_from_shard(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
+def dtensor_from_shard(local: Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
     """This rank's shard of a tensor of global ``shape`` as a DTensor; differentiable."""
     return from_local_shard(local, contiguous_spec(mesh, tuple(layout.to_torch()), torch.Size(shape), local.dtype))
 
 
-def from_local_shard(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+def from_local_shard(local: Tensor, spec: DTensorSpec) -> DTensor:
     """The DTensor with local shard (or partial sum) ``local``; differentiable."""
     if local.requires_grad and torch.is_grad_enabled():
         found: DTensor = _FromLocalShard.apply(local, spec)
@@ -397,7 +397,7 @@ def from_local_shard(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return found
 
 
-def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
+def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
     """A DTensor with local shard ``local`` and the layout of ``like``; differentiable."""
     spec = like._spec
     if local.dtype != like.dtype:
@@ -406,16 +406,16 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     return from_local_shard(local, spec)
 
 
-def replicated_dtensor(mesh: DeviceMesh, x: torch.Tensor) -> DTensor:
+def replicated_dtensor(mesh: DeviceMesh, x: Tensor) -> DTensor:
     """``x``, equal on all ranks, as a replicated DTensor; differentiable."""
     return from_local_shard(x, contiguous_spec(mesh, (_REPLICATED,) * mesh.ndim, x.shape, x.dtype))
 
 
-def to_local_shard(x: DTensor) -> torch.Tensor:
+def to_local_shard(x: DTensor) -> Tensor:
     """This rank's shard of a DTensor without partial sums; differentiable."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x._local_tensor
-    part: torch.Tensor = _ToLocalShard.apply(x)
+    part: Tensor = _ToLocalShard.apply(x)
     return part
 
 
@@ -427,7 +427,7 @@ class _FromLocalShard(NoneGradFunction):
     """``DTensor.from_local`` for a known global shape, without its checks in every call."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> DTensor:
         ctx.spec = spec
         found: DTensor = new_dtensor(ModuleDTensor, local.view_as(local), spec, requires_grad=True)
         return found
@@ -440,7 +440,7 @@ class _FromLocalShard(NoneGradFunction):
         return local, None
 
 
-def local_gradient(gradient: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+def local_gradient(gradient: Tensor, spec: DTensorSpec) -> Tensor:
     """The local gradient for a tensor of this ``spec``; for partial sums the full gradient."""
     wanted = summed(spec.placements)
     if not isinstance(gradient, DTensor):  # zeros made by autograd
@@ -449,7 +449,7 @@ def local_gradient(gradient: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
         gradient = gradient.redistribute(spec.mesh, wanted)
     if torch.is_grad_enabled():
         return gradient.to_local(grad_placements=spec.placements)
-    local: torch.Tensor = gradient._local_tensor
+    local: Tensor = gradient._local_tensor
     return local
 
 
@@ -457,12 +457,12 @@ class _ToLocalShard(NoneGradFunction):
     """Inverse of :class:`_FromLocalShard`, for sharded and replicated placements."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor) -> torch.Tensor:
+    def forward(ctx: Any, x: DTensor) -> Tensor:
         ctx.spec = x._spec
         return x._local_tensor.view_as(x._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:
         return from_local_shard(gradient, ctx.spec)
 
 
@@ -470,17 +470,17 @@ def local_shard(x: Any) -> Any:
     """This rank's shard; of a table of others no rows, with the dims that torch drops."""
     if not isinstance(x, DTensor):
         return x
-    local: torch.Tensor = x._local_tensor
+    local: Tensor = x._local_tensor
     return local if local.ndim == x.ndim else empty_shard(local, x._spec)
 
 
-def full_if_dtensor(x: torch.Tensor) -> torch.Tensor:
+def full_if_dtensor(x: Tensor) -> Tensor:
     """The full tensor of a DTensor; other tensors unchanged. Collective."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among the arguments of an op, also in lists."""
     given = [*args, *kwargs.values()] if kwargs else args
     rows = [x if isinstance(x, list | tuple) else (x,) for x in given]
-    return [x for row in rows for x in row if isinstance(x, torch.Tensor)]
+    return [x for row in rows for x in row if isinstance(x, Tensor)]

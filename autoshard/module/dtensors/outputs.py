@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autoshard.module.dtensors.module_dtensor import (
@@ -82,7 +83,7 @@ def lacks_gradient(func: Any) -> bool:
 log = logging.getLogger("autoshard")
 
 METADATA_GETTERS = frozenset(
-    getattr(torch.Tensor, name).__get__
+    getattr(Tensor, name).__get__
     for name in (
         "shape",
         "dtype",
@@ -96,16 +97,16 @@ METADATA_GETTERS = frozenset(
         "is_cuda",
     )
 ) | {
-    *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.is_floating_point),
-    *(torch.Tensor.is_complex, torch.Tensor.element_size, torch.Tensor.__len__, torch.Tensor.is_inference),
-    *(torch.Tensor.stride, torch.Tensor.is_contiguous, torch.is_floating_point, torch.is_complex, torch.numel),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.is_floating_point),
+    *(Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.is_inference),
+    *(Tensor.stride, Tensor.is_contiguous, torch.is_floating_point, torch.is_complex, torch.numel),
 }
 """functions that need no data"""
 
 
-def shape_and_dtype(x: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+def shape_and_dtype(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
     """Global shape and dtype of a tensor, without ``__torch_function__`` of our subclasses."""
-    if type(x) is torch.Tensor:
+    if type(x) is Tensor:
         return x.shape, x.dtype
     if isinstance(x, DTensor):
         return x._spec.tensor_meta[:3:2]  # type: ignore[index]
@@ -114,10 +115,10 @@ def shape_and_dtype(x: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 _FULL_ONLY = (
-    *(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__iter__),  # leave torch
-    torch.Tensor.__setitem__,  # DTensor's own writes into a copy if the dim is sharded
+    *(Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__iter__),  # leave torch
+    Tensor.__setitem__,  # DTensor's own writes into a copy if the dim is sharded
 )
-_AUTOGRAD_FUNCTIONS = frozenset((torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad))
+_AUTOGRAD_FUNCTIONS = frozenset((Tensor.backward, torch.autograd.backward, torch.autograd.grad))
 """they record gathers also in no-grad mode, as in the backward of a reentrant checkpoint"""
 
 
@@ -129,7 +130,7 @@ def _output_backward(
     x: DTensor, gradient: Any = None, retain_graph: Any = None, create_graph: Any = False, inputs: Any = None
 ) -> None:
     """``x.backward()``; the initial gradient of a scalar is made without DTensor dispatch."""
-    if type(gradient) is torch.Tensor:  # the full gradient: every rank takes its shard
+    if type(gradient) is Tensor:  # the full gradient: every rank takes its shard
         with torch.enable_grad():
             x = x.full_tensor()  # type: ignore[assignment]
     if gradient is not None or inputs is not None or x.ndim or not x.is_floating_point() or not x.requires_grad:
@@ -143,7 +144,7 @@ def _autograd_on_full(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     """``torch.autograd.grad`` and ``backward`` of gathered outputs; ``inputs`` stay as they are."""
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     inputs = given.pop("inputs", None)
-    tensors = (x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor))
+    tensors = (x for x in pytree.tree_leaves(given) if isinstance(x, Tensor))
     refuse_batched(given.get("is_grads_batched", False) or any(map(is_batched, tensors)))
     with torch.enable_grad():
         whole = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), given)
@@ -182,7 +183,7 @@ class ShardedOutput(Viewed):
                 return func(*args, **(kwargs or {}))
             refresh_views(argument_leaves(args, kwargs or {}))
             if len(args) == 1:
-                if func is torch.Tensor.backward:
+                if func is Tensor.backward:
                     return _output_backward(args[0], **(kwargs or {}))
                 if func in _SCALAR_SHORTCUTS and "_of" not in args[0].__dict__:
                     return _SCALAR_SHORTCUTS[func](args[0])
@@ -211,24 +212,24 @@ class ShardedOutput(Viewed):
                 made = func(*own, **named)
             if may_be_view(func) and isinstance(args[0], DTensor) and is_eager_view(args[0], func, args[1:], kwargs):
                 made = pytree.tree_map_only(
-                    torch.Tensor, lambda x: ShardedOutput.of(replicated_dtensor(args[0].device_mesh, x)), made
+                    Tensor, lambda x: ShardedOutput.of(replicated_dtensor(args[0].device_mesh, x)), made
                 )
                 record_view_source(args[0], made, func, args[1:], kwargs)
             return made
 
 
 _SCALAR_SHORTCUTS: dict[Any, Callable[[Any], Any]] = {
-    torch.Tensor.detach: lambda x: new_dtensor(ShardedOutput, x._local_tensor.detach(), x._spec, requires_grad=False),
-    torch.Tensor.item: scalar_item,
-    torch.Tensor.__float__: lambda x: float(scalar_item(x)),
+    Tensor.detach: lambda x: new_dtensor(ShardedOutput, x._local_tensor.detach(), x._spec, requires_grad=False),
+    Tensor.item: scalar_item,
+    Tensor.__float__: lambda x: float(scalar_item(x)),
 }
 """common operations on a loss, without torch's dispatcher"""
 
 
-class GatheredOnUse(torch.Tensor):
+class GatheredOnUse(Tensor):
     """A tensor that is held in parts. What has no rule for parts runs on the full tensor."""
 
-    def whole(self) -> torch.Tensor:
+    def whole(self) -> Tensor:
         """The plain tensor. Collective."""
         raise NotImplementedError
 
@@ -264,15 +265,15 @@ def selection_dim(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     None for other functions. If that dim is unsharded, the selection runs per shard.
     """
     place = _SELECTION_DIM_POSITION.get(func)
-    if place is None or not args or sum(isinstance(x, torch.Tensor) and type(x) is not torch.Tensor for x in args) != 1:
+    if place is None or not args or sum(isinstance(x, Tensor) and type(x) is not Tensor for x in args) != 1:
         return None
     dim = args[place] if place < len(args) else kwargs.get("dim")
-    return dim % args[0].ndim if isinstance(dim, int) and type(args[0]) is not torch.Tensor else None
+    return dim % args[0].ndim if isinstance(dim, int) and type(args[0]) is not Tensor else None
 
 
 _SELECTION_DIM_POSITION = {
-    **dict.fromkeys((torch.Tensor.index_select, torch.index_select), 1),
-    **dict.fromkeys((torch.Tensor.repeat_interleave, torch.repeat_interleave), 2),
+    **dict.fromkeys((Tensor.index_select, torch.index_select), 1),
+    **dict.fromkeys((Tensor.repeat_interleave, torch.repeat_interleave), 2),
 }
 """position of their argument ``dim``"""
 
@@ -286,7 +287,7 @@ def _select_on_shard(func: Any, dim: int, args: Sequence[Any], kwargs: Mapping[s
 
 def _is_plain_operand(x: Any) -> bool:
     """Whether ``x`` forces a gather: not a scalar, unless its gradient would become a DTensor."""
-    return isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and (x.ndim > 0 or x.requires_grad)
+    return isinstance(x, Tensor) and not isinstance(x, DTensor) and (x.ndim > 0 or x.requires_grad)
 
 
 def _record_views(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
@@ -311,7 +312,7 @@ def _write_output(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return x
     with torch.set_grad_enabled(recorded):
         write_full(func, args, kwargs)
-    return None if func is torch.Tensor.__setitem__ else x
+    return None if func is Tensor.__setitem__ else x
 
 
 def runs_as_dtensor(func: Any, leaves: Sequence[Any]) -> bool:
@@ -334,7 +335,7 @@ def _try_dtensor_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def is_recorded(leaves: Sequence[Any]) -> bool:
     """Whether autograd records an operation on these leaves."""
-    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
 
 
 # --- losses on local shards: DTensor's backward takes several times the host time ---
@@ -346,7 +347,7 @@ def unit_gradient(x: DTensor) -> DTensor:
 
 
 def _function_and_method(*names: str) -> frozenset[Any]:
-    return frozenset(getattr(of, name) for name in names for of in (torch, torch.Tensor))
+    return frozenset(getattr(of, name) for name in names for of in (torch, Tensor))
 
 
 _ELEMENTWISE_LOSSES = _function_and_method("abs", "exp", "log", "neg", "relu", "sigmoid", "sqrt", "square", "tanh")

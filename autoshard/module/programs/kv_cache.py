@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoshard.layout import Layout
@@ -27,9 +28,9 @@ _SHARDWISE_METHODS = frozenset(
 """functions, besides views, that act on each shard alike"""
 
 _DEVICE_GETTERS: dict[Any, Callable[[Any], Any]] = {
-    torch.Tensor.device.__get__: lambda x: torch.device(x.device_mesh.device_type),
-    torch.Tensor.is_meta.__get__: lambda x: False,  # type: ignore[attr-defined]
-    torch.Tensor.is_cuda.__get__: lambda x: x.device_mesh.device_type == "cuda",  # type: ignore[attr-defined]
+    Tensor.device.__get__: lambda x: torch.device(x.device_mesh.device_type),
+    Tensor.is_meta.__get__: lambda x: False,  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: lambda x: x.device_mesh.device_type == "cuda",  # type: ignore[attr-defined]
 }
 """getters whose answer would differ on a rank without data"""
 
@@ -75,9 +76,9 @@ class StageResidentOutput(ShardedOutput):
         self.home.along.tell(self.home.rank, local, "an output that one stage keeps")
         return ShardedOutput.of(from_local_shard(local, spec))  # type: ignore[return-value]
 
-    def full_tensor(self, **kwargs: Any) -> torch.Tensor:
+    def full_tensor(self, **kwargs: Any) -> Tensor:
         """The full tensor on every rank. Collective."""
-        whole: torch.Tensor = self.everywhere().full_tensor(**kwargs)
+        whole: Tensor = self.everywhere().full_tensor(**kwargs)
         return whole
 
     @classmethod
@@ -89,15 +90,15 @@ class StageResidentOutput(ShardedOutput):
             return _DEVICE_GETTERS[func](args[0])
         if func in METADATA_GETTERS:
             return super().__torch_function__(func, types, args, kwargs)
-        given = [x for x in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(x, torch.Tensor)]
+        given = [x for x in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(x, Tensor)]
         first = next(x for x in given if isinstance(x, StageResidentOutput))
         if _is_shardwise(func, args, kwargs, given, first):
-            if func is torch.Tensor.__deepcopy__:
-                func, args = torch.Tensor.clone, args[:1]
+            if func is Tensor.__deepcopy__:
+                func, args = Tensor.clone, args[:1]
             if first.home.is_mine or selection_dim(func, args, kwargs) is None:
                 own = args, kwargs
             else:  # without data the row numbers do not matter
-                own = pytree.tree_map_only(torch.Tensor, _plain_to_meta, (tuple(args), dict(kwargs)))
+                own = pytree.tree_map_only(Tensor, _plain_to_meta, (tuple(args), dict(kwargs)))
             made = super().__torch_function__(func, types, *own)
             return pytree.tree_map_only(DTensor, first.like, made)
         seen = {id(x): x.everywhere() for x in given if isinstance(x, StageResidentOutput)}
@@ -111,7 +112,7 @@ class StageResidentOutput(ShardedOutput):
 
 
 def _is_shardwise(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor], first: StageResidentOutput
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor], first: StageResidentOutput
 ) -> bool:
     """Whether ``func`` can run per shard. The answer is the same on ranks with and without data."""
     dim = selection_dim(func, args, kwargs)
@@ -124,7 +125,7 @@ def _is_shardwise(
     return ours and (may_be_view(func) or name in _SHARDWISE_METHODS)
 
 
-def _plain_to_meta(x: torch.Tensor) -> torch.Tensor:
+def _plain_to_meta(x: Tensor) -> Tensor:
     return x if isinstance(x, DTensor) else x.to("meta")
 
 
@@ -169,11 +170,11 @@ class CachedShards(GatheredOnUse):
 
     placements: tuple[Any, ...]
     _layout: Layout
-    _parts: tuple[torch.Tensor, ...]
-    _whole: torch.Tensor | None
+    _parts: tuple[Tensor, ...]
+    _whole: Tensor | None
 
     @staticmethod
-    def of(parts: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int]) -> torch.Tensor:
+    def of(parts: Sequence[Tensor], layout: Layout, shape: Sequence[int]) -> Tensor:
         """The tensor of this shape with these shards by rank."""
         made = make_wrapper_subclass(CachedShards, tuple(shape), dtype=parts[0].dtype, device=parts[0].device)
         made._layout, made._parts, made._whole = layout, tuple(x.detach() for x in parts), None
@@ -189,13 +190,13 @@ class CachedShards(GatheredOnUse):
         """Whether ``mesh`` has the ranks of the shards."""
         return mesh.shape == self._layout.mesh.shape
 
-    def parts_in(self, layout: Layout) -> tuple[torch.Tensor, ...]:
+    def parts_in(self, layout: Layout) -> tuple[Tensor, ...]:
         """Shards by rank in ``layout``."""
         if not self.lies_on(layout.mesh) or layout.placements != self._layout.placements:
             return shard_for_ranks(self.whole(), layout, "an input")
         return self._parts if self._whole is None else writable_shards(self._whole, layout)
 
-    def whole(self) -> torch.Tensor:
+    def whole(self) -> Tensor:
         """The plain tensor; raises :class:`RuntimeMismatchError` if replicas differ."""
         if self._whole is None:
             with torch.no_grad():
@@ -215,7 +216,7 @@ class CachedShards(GatheredOnUse):
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.whole())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.whole().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:

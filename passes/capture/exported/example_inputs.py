@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 from torch.export.graph_signature import InputKind, InputSpec
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -24,7 +24,7 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 def argument_paths(model: nn.Module, example: Example) -> list[str]:
     """Per leaf of ``example``: the forward's name of it, "" if it is no tensor."""
     leaves, _ = pytree.tree_flatten_with_path(example)
-    return [argument_path(model, path) if isinstance(leaf, torch.Tensor) else "" for path, leaf in leaves]
+    return [argument_path(model, path) if isinstance(leaf, Tensor) else "" for path, leaf in leaves]
 
 
 def gradient_sources(program: torch.export.ExportedProgram, model: nn.Module, example: Example) -> set[str]:
@@ -33,17 +33,17 @@ def gradient_sources(program: torch.export.ExportedProgram, model: nn.Module, ex
     names = set()
     for spec in program.graph_signature.input_specs:
         tensor = leaves[next(order)] if spec.kind is InputKind.USER_INPUT else model_tensor(model, spec)
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
             names.add(spec.arg.name)
     return names
 
 
-def model_tensor(model: nn.Module, spec: InputSpec) -> torch.Tensor | None:
+def model_tensor(model: nn.Module, spec: InputSpec) -> Tensor | None:
     if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
         return None
     path, _, leaf = (spec.target or "").rpartition(".")
     tensor = getattr(model.get_submodule(path), leaf)
-    return tensor if isinstance(tensor, torch.Tensor) else None
+    return tensor if isinstance(tensor, Tensor) else None
 
 
 def export_order(program: torch.export.ExportedProgram, example: Example) -> list[int]:
@@ -75,7 +75,7 @@ def with_explicit_keywords(signature: inspect.Signature, keywords: Iterable[str]
     return signature.replace(parameters=[*(p for p in parameters if p is not rest[0]), *named])
 
 
-def tensors_by_argument(model: nn.Module, example: Example) -> dict[str, torch.Tensor]:
+def tensors_by_argument(model: nn.Module, example: Example) -> dict[str, Tensor]:
     """Argument name → tensor of the example."""
     return {p: x for p, x in zip(argument_paths(model, example), pytree.tree_leaves(example), strict=True) if p}
 
@@ -88,30 +88,28 @@ def example_without_data(model: nn.Module, example: Example) -> Example:
     """
     tensors = [*model.parameters(), *model.buffers(), *filter(torch.is_tensor, pytree.tree_leaves(example))]
     if not any(t.is_meta for t in tensors):
-        return pytree.tree_map_only(torch.Tensor, _empty_copy, example)  # type: ignore[no-any-return]
+        return pytree.tree_map_only(Tensor, _empty_copy, example)  # type: ignore[no-any-return]
     device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as mode:
-        replaced: dict[int, torch.Tensor] = {}
+        replaced: dict[int, Tensor] = {}
         for module in model.modules():
             for name, tensor in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
-                constant = name in vars(module) and isinstance(tensor, torch.Tensor) and tensor.is_leaf
-                if isinstance(tensor, torch.Tensor) and (tensor.is_meta or not constant):
+                constant = name in vars(module) and isinstance(tensor, Tensor) and tensor.is_leaf
+                if isinstance(tensor, Tensor) and (tensor.is_meta or not constant):
                     if id(tensor) not in replaced:
                         replaced[id(tensor)] = _empty_copy(tensor, device, mode)
                         if hasattr(tensor, LEFT_BY_TRACE):
                             setattr(replaced[id(tensor)], LEFT_BY_TRACE, True)
                     setattr(module, name, replaced[id(tensor)])
         fake = functools.partial(_empty_copy, device=device, mode=mode)
-        return pytree.tree_map_only(torch.Tensor, fake, example)  # type: ignore[no-any-return]
+        return pytree.tree_map_only(Tensor, fake, example)  # type: ignore[no-any-return]
 
 
-def _empty_copy(
-    tensor: torch.Tensor, device: torch.device | None = None, mode: FakeTensorMode | None = None
-) -> torch.Tensor:
+def _empty_copy(tensor: Tensor, device: torch.device | None = None, mode: FakeTensorMode | None = None) -> Tensor:
     device = device or tensor.device
     if mode is not None and type(tensor) is nn.Parameter and _is_row_major(tensor):
         return _fake_parameter(tensor, device, mode)
-    if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and _is_row_major(tensor):
+    if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and _is_row_major(tensor):
         new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     else:  # slower: a fake mode first fakes the tensor
         new = torch.empty_like(tensor.detach(), device=device)
@@ -120,7 +118,7 @@ def _empty_copy(
     return new.requires_grad_(tensor.requires_grad)
 
 
-def _fake_parameter(tensor: nn.Parameter, device: torch.device, mode: FakeTensorMode) -> torch.Tensor:
+def _fake_parameter(tensor: nn.Parameter, device: torch.device, mode: FakeTensorMode) -> Tensor:
     """``nn.Parameter`` of a fake tensor, without the dispatch of each step, its largest cost."""
     with without_dispatch_modes():
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -129,6 +127,6 @@ def _fake_parameter(tensor: nn.Parameter, device: torch.device, mode: FakeTensor
     return fake
 
 
-def _is_row_major(tensor: torch.Tensor) -> bool:
+def _is_row_major(tensor: Tensor) -> bool:
     """Whether a tensor is dense, strided and row-major (contiguous)."""
     return tensor.layout is torch.strided and not tensor.is_quantized and tensor.is_contiguous()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
+from torch import Tensor
 
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.observer import ObservedCall, Observer
@@ -20,7 +21,7 @@ from autoshard.runtime.operations.random import packed_noise
 from autoshard.torch_private.ops import check
 
 _RECURRENT_LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-_DATA_GETTERS = [getattr(torch.Tensor, n).__get__ for n in ("shape", "data", "T", "mT", "H", "mH", "real", "imag")]
+_DATA_GETTERS = [getattr(Tensor, n).__get__ for n in ("shape", "data", "T", "mT", "H", "mH", "real", "imag")]
 """attributes that read a tensor's shape or data"""
 _PACKED_ADVICE = "Pass the padded batch to layers, and mask the positions after the end of each sequence."
 
@@ -29,11 +30,11 @@ _PACKED_ADVICE = "Pass the padded batch to layers, and mask the positions after 
 class _Batch:
     """Sequences of ``lengths`` [b] in ``padded`` [steps, b, features], and their stand-ins."""
 
-    lengths: torch.Tensor
-    padded: torch.Tensor
-    rows: torch.Tensor
+    lengths: Tensor
+    padded: Tensor
+    rows: Tensor
     """[steps · b, features]: stand-in for the packed data"""
-    sizes: torch.Tensor
+    sizes: Tensor
     """stand-in for the batch sizes"""
 
 
@@ -48,16 +49,16 @@ class PackedSequences(Observer):
         given = call.func, call.args, call.kwargs
         return ObservedCall(self.call, given, {}, call.frame, observes_inner=True) if self.concerns(*given) else None
 
-    def _stand_ins_in(self, tree: Any) -> list[torch.Tensor]:
-        return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor) and id(x) in self.batches]
+    def _stand_ins_in(self, tree: Any) -> list[Tensor]:
+        return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor) and id(x) in self.batches]
 
     def concerns(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call makes a packed sequence, or reads more than metadata of one."""
         name = getattr(func, "__name__", "")
         if name == "_pack_padded_sequence":
             return True
-        of_features = func is torch.Tensor.size and args[1:] == (-1,)
-        of_kind = func is torch.Tensor.dim or of_features or (name == "__get__" and func not in _DATA_GETTERS)
+        of_features = func is Tensor.size and args[1:] == (-1,)
+        of_kind = func is Tensor.dim or of_features or (name == "__get__" and func not in _DATA_GETTERS)
         return bool(self.batches) and not of_kind and bool(self._stand_ins_in((args, kwargs)))
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,18 +72,18 @@ class PackedSequences(Observer):
             return self.layers(func, batch, *args[2:])
         if name == "_pad_packed_sequence":
             return self.pad(batch, *args[2:])
-        if of[0] is batch.sizes and func is torch.Tensor.__getitem__ and args[1] == 0:
+        if of[0] is batch.sizes and func is Tensor.__getitem__ and args[1] == 0:
             return len(batch.lengths)
-        if of[0] is batch.sizes and func is torch.Tensor.size:
+        if of[0] is batch.sizes and func is Tensor.size:
             return batch.lengths.max().item()
         raise CaptureError(f"{name} uses a packed sequence (pack_padded_sequence). {_PACKED_ADVICE}")
 
-    def _stand_ins(self, lengths: torch.Tensor, padded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _stand_ins(self, lengths: Tensor, padded: Tensor) -> tuple[Tensor, Tensor]:
         batch = _Batch(lengths, padded, padded.reshape(-1, padded.shape[-1]), lengths.clone())
         self.batches |= {id(batch.rows): batch, id(batch.sizes): batch}
         return batch.rows, batch.sizes
 
-    def pack(self, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def pack(self, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
         """``_pack_padded_sequence``: stand-ins for the data and the batch sizes."""
         if x.dim() != 3:
             raise CaptureError(f"a packed sequence has {x.dim()} dims. {_PACKED_ADVICE}")
@@ -90,7 +91,7 @@ class PackedSequences(Observer):
         inside = torch.arange(x.shape[0], device=lengths.device)[:, None] < lengths
         return self._stand_ins(lengths, torch.where(inside[..., None], x, 0))  # no NaN in gradients
 
-    def pad(self, batch: _Batch, batch_first: bool, value: float, total: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def pad(self, batch: _Batch, batch_first: bool, value: float, total: Any) -> tuple[Tensor, Tensor]:
         """``_pad_packed_sequence``: the padded batch of ``total`` steps, and the lengths."""
         x, steps = batch.padded, batch.padded.shape[0]
         x = torch.where((_step_numbers(batch) < batch.lengths)[..., None], x, torch.full_like(x, value))
@@ -103,9 +104,9 @@ class PackedSequences(Observer):
         return x.transpose(0, 1) if batch_first else x, batch.lengths
 
     def layers(
-        self, func: Callable[..., Any], batch: _Batch, hx: torch.Tensor | tuple[torch.Tensor, ...], weights: list[torch.Tensor],
+        self, func: Callable[..., Any], batch: _Batch, hx: Tensor | tuple[Tensor, ...], weights: list[Tensor],
         biases: bool, layers: int, dropout: float, train: bool, bidirectional: bool,
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Recurrent layers: packed results; final states per layer and direction."""
         x, ends, cells = batch.padded, [], []
         directions = 2 if bidirectional else 1
@@ -131,9 +132,9 @@ class PackedSequences(Observer):
 
 
 def _last_cell_states(
-    batch: _Batch, x: torch.Tensor, out: torch.Tensor, state: tuple[torch.Tensor, ...], weights: list[torch.Tensor],
+    batch: _Batch, x: Tensor, out: Tensor, state: tuple[Tensor, ...], weights: list[Tensor],
     biases: bool,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """LSTM cell states [1, b, hidden] after the end of each sequence, recomputed from ``out``.
 
     The layer's own final cells are those after the last step, changed by padding.
@@ -148,15 +149,15 @@ def _last_cell_states(
     return c
 
 
-def _step_numbers(batch: _Batch) -> torch.Tensor:
+def _step_numbers(batch: _Batch) -> Tensor:
     return torch.arange(batch.padded.shape[0], device=batch.lengths.device)[:, None]
 
 
-def _in_given_order(batch: _Batch, x: torch.Tensor) -> torch.Tensor:
+def _in_given_order(batch: _Batch, x: Tensor) -> Tensor:
     return x
 
 
-def _reversed_sequences(batch: _Batch, x: torch.Tensor) -> torch.Tensor:
+def _reversed_sequences(batch: _Batch, x: Tensor) -> Tensor:
     """``x`` [steps, b, features] with each sequence reversed in front of its padding."""
     steps = _step_numbers(batch)
     order = torch.where(steps < batch.lengths, batch.lengths - 1 - steps, steps)

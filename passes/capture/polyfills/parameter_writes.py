@@ -11,8 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.observer import ObservedCall, Observer, ObserverAnswer, Patch, TracedForward
@@ -22,7 +21,7 @@ CLAMPED_KEY = "autoshard_clamped"
 """key in a program's meta: clamped parameters and their bounds"""
 ClampBounds = tuple[float | None, float | None]
 """(minimum, maximum); None: unbounded"""
-_DATA_GETTER = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_DATA_GETTER = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class ParameterClamps(Observer):
@@ -44,7 +43,7 @@ class ParameterClamps(Observer):
         if call.func == _DATA_GETTER and id(call.args[0]) in self.numbers:
             return self._data_of(call.args[0])
         numbers = {self.numbers[id(x)] for x in call.operands if id(x) in self.numbers}
-        if call.func == torch.Tensor.clamp_ and (bounds := _clamp_bounds(call)) is not None and numbers:
+        if call.func == Tensor.clamp_ and (bounds := _clamp_bounds(call)) is not None and numbers:
             (number,) = numbers
             if number not in self.read and self.found.get(number, bounds) == bounds and not call.args[0].requires_grad:
                 if self.repeats.members:  # repeats of a region have other parameters
@@ -54,7 +53,7 @@ class ParameterClamps(Observer):
         self.read |= numbers
         return None
 
-    def _data_of(self, parameter: torch.Tensor) -> ObserverAnswer:
+    def _data_of(self, parameter: Tensor) -> ObserverAnswer:
         alias = parameter.detach()
         self.aliases.append(alias)  # keeps its id unique
         self.numbers[id(alias)] = self.numbers[id(parameter)]
@@ -87,7 +86,7 @@ class ModuleConversions(Observer):
         yield nn.Module, "_apply", _convert_per_call
 
 
-def _convert_per_call(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+def _convert_per_call(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     for module in self.modules() if recurse else (self,):
         for tensors in (module._parameters, module._buffers):
             for name, before in [(n, t) for n, t in tensors.items() if t is not None]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
-from torch import fx
+from torch import Tensor, fx
 
 from autoshard.aten import aten
 from autoshard.errors import CaptureError
@@ -16,13 +16,13 @@ from autoshard.torch_private.ops import HigherOrderOperator, OpOverload
 
 
 @torch.library.custom_op("autoshard::last", mutates_args=())
-def last_elements(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+def last_elements(x: Tensor, dim: int, count: int) -> Tensor:
     """The last ``count`` elements along ``dim``, or all if fewer: a slice of traceable length."""
     return x.narrow(dim, max(x.shape[dim] - count, 0), min(x.shape[dim], count)).clone()
 
 
 @last_elements.register_fake
-def _(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+def _(x: Tensor, dim: int, count: int) -> Tensor:
     return x.new_empty(*x.shape[:dim], torch.sym_min(x.shape[dim], count), *x.shape[dim + 1 :])
 
 
@@ -91,10 +91,10 @@ def _check_region_bodies(program: fx.GraphModule, region: fx.Node, views: _ViewS
 
 def is_trailing_index(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether a call is an index that :func:`index_trailing` handles."""
-    return func is torch.Tensor.__getitem__ and bool(_trailing_counts(*args))
+    return func is Tensor.__getitem__ and bool(_trailing_counts(*args))
 
 
-def index_trailing(x: torch.Tensor, index: tuple[slice, ...]) -> torch.Tensor:
+def index_trailing(x: Tensor, index: tuple[slice, ...]) -> Tensor:
     """``x[index]`` for all lengths. For short dims, torch specializes the graph."""
     ends = _trailing_counts(x, index)
     for dim, count in ends.items():
@@ -103,7 +103,7 @@ def index_trailing(x: torch.Tensor, index: tuple[slice, ...]) -> torch.Tensor:
     return x if all(i == slice(None) for i in rest) else x[rest]
 
 
-def _trailing_counts(x: torch.Tensor, index: Any) -> dict[int, int]:
+def _trailing_counts(x: Tensor, index: Any) -> dict[int, int]:
     """Dim → number of trailing elements requested."""
     if not isinstance(index, tuple) or not all(isinstance(i, slice) for i in index):
         return {}

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakSet
 
-import torch
+from torch.jit import ScriptFunction
 
 from autoshard.passes.capture.observer import Observer, Patch, patched
 from autoshard.torch_private.capture import cached_script, create_function_from_graph, optimized_execution
@@ -25,7 +25,7 @@ class ScriptFunctions(Observer):
     """Runs TorchScript functions unoptimised."""
 
     def patches(self) -> Iterable[Patch]:
-        yield torch.jit.ScriptFunction, "__call__", _call_unoptimized
+        yield ScriptFunction, "__call__", _call_unoptimized
 
 
 def _call_unoptimized(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +38,7 @@ def _call_unoptimized(function: Any, *args: Any, **kwargs: Any) -> Any:
         return _original_script_call(recorded, *args, **kwargs)
 
 
-_original_script_call = torch.jit.ScriptFunction.__call__
+_original_script_call = ScriptFunction.__call__
 
 
 _LRU_CACHE_TYPE = functools._lru_cache_wrapper

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoshard.errors import CaptureError
@@ -19,14 +19,14 @@ from autoshard.passes.capture.observer import ObservedCall, Observer, RefusalLog
 from autoshard.passes.ir.graph import Graph
 
 
-def storages_of(tensors: Iterable[torch.Tensor]) -> set[StorageWeakRef]:
+def storages_of(tensors: Iterable[Tensor]) -> set[StorageWeakRef]:
     """The storages of dense tensors."""
     return {StorageWeakRef(x.untyped_storage()) for x in tensors if x.layout == torch.strided}
 
 
 def check_parameter_aliases(model: nn.Module, graph: Graph) -> None:
     """Refuse a read buffer or constant in a parameter's memory: it would miss optimizer steps."""
-    owners: dict[StorageWeakRef, list[tuple[str, torch.Tensor]]] = {}
+    owners: dict[StorageWeakRef, list[tuple[str, Tensor]]] = {}
     for name, p in model.named_parameters():
         for memory in storages_of([p]):
             owners.setdefault(memory, []).append((name, p))
@@ -47,13 +47,13 @@ def check_parameter_aliases(model: nn.Module, graph: Graph) -> None:
             )
 
 
-def _overlap_in_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _overlap_in_bytes(a: Tensor, b: Tensor) -> bool:
     """Whether the byte ranges of ``a`` and ``b`` in one storage overlap."""
     one, other = _byte_range(a), _byte_range(b)
     return max(one.start, other.start) < min(one.stop, other.stop)
 
 
-def _byte_range(x: torch.Tensor) -> range:
+def _byte_range(x: Tensor) -> range:
     begin = int(x.storage_offset())
     last = sum((int(n) - 1) * int(stride) for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
     return range(begin * x.itemsize, (begin + last + 1) * x.itemsize)
@@ -91,7 +91,7 @@ class OverlappingWrites(Observer):
             )
 
 
-def _has_overlapping_memory(x: torch.Tensor) -> bool:
+def _has_overlapping_memory(x: Tensor) -> bool:
     """Whether elements of ``x`` overlap in memory; symbolic lengths count only at stride 0."""
     if x.layout != torch.strided or x.is_nested:
         return False
@@ -107,9 +107,9 @@ def _has_overlapping_memory(x: torch.Tensor) -> bool:
     return any(type(s) is int and s == 0 for s, _ in steps)
 
 
-def _written_part(call: ObservedCall, x: torch.Tensor) -> torch.Tensor:
+def _written_part(call: ObservedCall, x: Tensor) -> Tensor:
     """The part of ``x`` that ``call`` writes."""
-    if call.func is not torch.Tensor.__setitem__:
+    if call.func is not Tensor.__setitem__:
         return x
     index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     basic = all(isinstance(i, int | slice | torch.SymInt | None) or i is ... for i in index)

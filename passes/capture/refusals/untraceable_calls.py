@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard.frames import frames_outwards, is_autoshard_file, is_torch_frame, is_users_file
 from autoshard.passes.capture.exported.tensor_attributes import MOVED_MARK
@@ -26,13 +26,13 @@ from autoshard.torch_private.autograd import is_functorch_wrapped_tensor
 from autoshard.torch_private.dispatch import without_dispatch_modes
 from autoshard.torch_private.fake import FakeTensor
 
-_outside_reads: ContextVar[dict[int, tuple[torch.Tensor, int]]] = ContextVar("read")
+_outside_reads: ContextVar[dict[int, tuple[Tensor, int]]] = ContextVar("read")
 
 
 @contextlib.contextmanager
-def recording_outside_reads() -> Iterator[Mapping[int, tuple[torch.Tensor, int]]]:
+def recording_outside_reads() -> Iterator[Mapping[int, tuple[Tensor, int]]]:
     """Yields id → (tensor with data that a trace inside has read, its version counter)."""
-    found: dict[int, tuple[torch.Tensor, int]] = {}
+    found: dict[int, tuple[Tensor, int]] = {}
     token = _outside_reads.set(found)
     try:
         yield found
@@ -45,7 +45,7 @@ class OutsideTensors(Observer):
 
     def __init__(self, training: bool, refuse: RefusalLog) -> None:
         self.training, self.refuse = training, refuse
-        self.own: dict[int, torch.Tensor] = {}
+        self.own: dict[int, Tensor] = {}
 
     def begin(self, forward: TracedForward) -> None:
         self.own = {i: x for i, x in forward.own.items() if id(x) != i}
@@ -54,7 +54,7 @@ class OutsideTensors(Observer):
         """The call with the model's own tensors replaced by traced ones."""
         if self.own.keys().isdisjoint(map(id, call.operands)):
             return None
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: self.own.get(id(x), x), (call.args, call.kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, lambda x: self.own.get(id(x), x), (call.args, call.kwargs))
         return replace(call, args=args, kwargs=kwargs)
 
     def after(self, call: ObservedCall, result: Any) -> Any:
@@ -72,7 +72,7 @@ class OutsideTensors(Observer):
         trained = next((x for x in outside if x.requires_grad), None)
         if not self.training or trained is None:
             return result
-        if any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(result)):
+        if any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(result)):
             if is_functorch_wrapped_tensor(trained):
                 raise self.refuse(IN_TRANSFORM_MESSAGE)
             raise self.refuse(
@@ -83,12 +83,12 @@ class OutsideTensors(Observer):
         return result
 
 
-def _is_outside_tensor(x: torch.Tensor) -> bool:
+def _is_outside_tensor(x: Tensor) -> bool:
     """Whether ``x`` has data: traced tensors, the model's among them, have none."""
-    return type(x) in (torch.Tensor, nn.Parameter) and not x.is_meta and not x.is_inference()
+    return type(x) in (Tensor, nn.Parameter) and not x.is_meta and not x.is_inference()
 
 
-def _label(x: torch.Tensor) -> str:
+def _label(x: Tensor) -> str:
     """Description of ``x`` by its name in the running user code, for errors."""
     for f in frames_outwards():
         if is_autoshard_file(f.f_code.co_filename):
@@ -103,13 +103,13 @@ def _label(x: torch.Tensor) -> str:
     return "a tensor"
 
 
-_QUERIES_ON_INPUTS = {getattr(torch.Tensor, name).__get__: name for name in ("is_leaf", "grad_fn")}
+_QUERIES_ON_INPUTS = {getattr(Tensor, name).__get__: name for name in ("is_leaf", "grad_fn")}
 _QUERIES_ON_TENSORS = {
-    **{getattr(torch.Tensor, name).__get__: name for name in ("_version", "_cdata")},
-    **{getattr(torch.Tensor, name): f"{name}()" for name in ("data_ptr", "is_inference", "is_set_to")},
+    **{getattr(Tensor, name).__get__: name for name in ("_version", "_cdata")},
+    **{getattr(Tensor, name): f"{name}()" for name in ("data_ptr", "is_inference", "is_set_to")},
     torch.is_inference: "is_inference()",
 }
-_REQUIRES_GRAD_GETTER = getattr(torch.Tensor, "requires_grad").__get__  # noqa: B009
+_REQUIRES_GRAD_GETTER = getattr(Tensor, "requires_grad").__get__  # noqa: B009
 
 
 class TensorIdentityQueries(Observer):
@@ -140,15 +140,15 @@ class TensorIdentityQueries(Observer):
         return None
 
 
-_DATA_GET, _DATA_SET = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_TENSOR_SET = torch.Tensor.set_
-_REQUIRES_GRAD_SETTERS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+_DATA_GET, _DATA_SET = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+_TENSOR_SET = Tensor.set_
+_REQUIRES_GRAD_SETTERS = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _AUTOGRAD_ADVICE = "Do it on the compiled module's outputs or gradients, or remove it."
 _LOST_AUTOGRAD_CALLS: dict[Any, str] = {
-    torch.Tensor.register_hook: "a tensor hook (register_hook)",
-    torch.Tensor.register_post_accumulate_grad_hook: "a tensor hook (register_post_accumulate_grad_hook)",
-    torch.Tensor.retain_grad: "retain_grad()",
-    torch.Tensor.backward: "backward()",
+    Tensor.register_hook: "a tensor hook (register_hook)",
+    Tensor.register_post_accumulate_grad_hook: "a tensor hook (register_post_accumulate_grad_hook)",
+    Tensor.retain_grad: "retain_grad()",
+    Tensor.backward: "backward()",
     torch.autograd.backward: "torch.autograd.backward()",
     torch.autograd.grad: "torch.autograd.grad()",
 }
@@ -160,10 +160,10 @@ class AutogradSideEffects(Observer):
     def __init__(self, training: bool, refuse: RefusalLog) -> None:
         self.training, self.refuse = training, refuse
         self.inputs: list[Any] = []
-        self.held: list[torch.Tensor] = []
+        self.held: list[Tensor] = []
 
     def patches(self) -> Iterable[Patch]:
-        yield torch.Tensor, "set_", lambda x, *sources, **named: self._set(x, *sources, **named)
+        yield Tensor, "set_", lambda x, *sources, **named: self._set(x, *sources, **named)
         if self.training:
             yield torch.autograd.graph.saved_tensors_hooks, "__enter__", lambda hooks: self._saved_tensors(hooks)
 
@@ -188,12 +188,12 @@ class AutogradSideEffects(Observer):
             )
         return None
 
-    def _set(self, x: torch.Tensor, *sources: Any, **named: Any) -> torch.Tensor:
+    def _set(self, x: Tensor, *sources: Any, **named: Any) -> Tensor:
         """``set_()``, which bypasses function modes: only on a traced tensor, from one tensor."""
         users = is_users_file(sys._getframe(2).f_code.co_filename)  # export itself calls set_()
         known = any(x is other for other in (*self.inputs, *self.held)) or not isinstance(x, FakeTensor)
         given = (*sources, *named.values())
-        if users and (known or len(given) != 1 or not isinstance(given[0], torch.Tensor)):
+        if users and (known or len(given) != 1 or not isinstance(given[0], Tensor)):
             raise self.refuse(
                 "the forward calls set_() with a storage, or on an input or a tensor of the model, but a program "
                 "does not replace their memory. Assign the new tensor (self.x = new), or write by copy_()."
@@ -216,7 +216,7 @@ class DefaultDtypeChanges(Observer):
             return None
         with contextlib.suppress(TypeError), without_dispatch_modes():
             made = call.func(*call.args, **{**call.kwargs, "device": "meta"})
-            if isinstance(made, torch.Tensor):
+            if isinstance(made, Tensor):
                 return replace(call, kwargs={**call.kwargs, "dtype": made.dtype})
         return None
 
@@ -225,7 +225,7 @@ class DefaultDtypeChanges(Observer):
         if torch.get_default_dtype() is self.outside or not call.operands:
             return result
         floats = any(x.dtype.is_floating_point or x.dtype.is_complex for x in call.operands)
-        made = (x.dtype for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor))
+        made = (x.dtype for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
         if not floats and torch.get_default_dtype() in made and call.kwargs.get("dtype") is None:
             raise self.refusals(
                 f"the forward calls {getattr(call.func, '__name__', call.func)} on integers "

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
+from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -70,7 +71,7 @@ def with_concrete_values() -> Iterator[None]:
         yield
 
 
-def _storage_for_values(clone: Any, x: torch.Tensor) -> torch.UntypedStorage:
+def _storage_for_values(clone: Any, x: Tensor) -> torch.UntypedStorage:
     """``clone`` of the storage of ``x``, uninitialised if ``x`` has no values yet (inputs)."""
     try:
         return clone(x)  # type: ignore[no-any-return]
@@ -103,9 +104,7 @@ class IntegerSpecialization(Observer):
         Results that share memory with an operand stay: the guard copies, and writes would be lost.
         """
         operands = {storage_id(x) for x in call.operands}
-        return pytree.tree_map_only(
-            torch.Tensor, lambda x: x if storage_id(x) in operands else _with_fixed_sizes(x), result
-        )
+        return pytree.tree_map_only(Tensor, lambda x: x if storage_id(x) in operands else _with_fixed_sizes(x), result)
 
     def end(self, output: Any) -> None:
         """Stop propagating real values."""
@@ -114,9 +113,9 @@ class IntegerSpecialization(Observer):
                 x.fake_mode.propagate_real_tensors = False
 
 
-def concrete_value(tensor: torch.Tensor) -> torch.Tensor | None:
+def concrete_value(tensor: Tensor) -> Tensor | None:
     """The real value of a traced tensor, or None if unknown."""
-    value: torch.Tensor | None = getattr(tensor, "real_tensor", None)
+    value: Tensor | None = getattr(tensor, "real_tensor", None)
     return None if value is None or storage_id(value) in _stale_storages(tensor) else value
 
 
@@ -146,11 +145,11 @@ def _drop_stale_values(func: Any, args: Any, kwargs: Any) -> bool:
     return False
 
 
-def _stale_storages(tensor: torch.Tensor) -> dict[int, torch.Tensor]:
+def _stale_storages(tensor: Tensor) -> dict[int, Tensor]:
     """Storage id → stale value, kept alive so that the id is not reused."""
     if not isinstance(tensor, FakeTensor):
         return {}
-    found: dict[int, torch.Tensor] = tensor.fake_mode.__dict__.setdefault("_autoshard_outdated", {})
+    found: dict[int, Tensor] = tensor.fake_mode.__dict__.setdefault("_autoshard_outdated", {})
     return found
 
 
@@ -158,7 +157,7 @@ def _draws_random(func: Any) -> bool:
     return _RANDOM_TAG in getattr(func, "tags", ())
 
 
-def _with_fixed_sizes(x: torch.Tensor) -> torch.Tensor:
+def _with_fixed_sizes(x: Tensor) -> Tensor:
     lengths = [_concrete_length(n) for n in x.shape]
     if None in lengths or all(isinstance(n, int) for n in x.shape):
         return x
@@ -173,7 +172,7 @@ def _concrete_length(n: int | torch.SymInt) -> int | None:
 
 
 def _has_integer_values(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex() or x.is_meta)
+    return isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex() or x.is_meta)
 
 
 _MAX_FOLDED_ELEMENTS = 2**20
@@ -182,14 +181,12 @@ _FOLDED_FACTORIES = frozenset(
     (torch.ones, torch.zeros, torch.full, torch.arange, torch.tensor, torch.eye, torch.linspace, torch.scalar_tensor)
 )
 _SHAPE_ONLY_FACTORIES = frozenset(
-    (torch.ones_like, torch.zeros_like, torch.full_like, torch.Tensor.new_ones, torch.Tensor.new_zeros,
-     torch.Tensor.new_full, torch.Tensor.new_tensor)
+    (torch.ones_like, torch.zeros_like, torch.full_like, Tensor.new_ones, Tensor.new_zeros,
+     Tensor.new_full, Tensor.new_tensor)
 )  # fmt: skip
 """factories that read only shape and dtype of their tensor operand"""
-_SCALAR_READS = frozenset(
-    (torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.item)
-)
-_SIZE_CONSUMERS = (F.pad, torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+_SCALAR_READS = frozenset((Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item))
+_SIZE_CONSUMERS = (F.pad, Tensor.__getitem__, Tensor.__setitem__)
 """functions with number arguments that decide sizes"""
 
 
@@ -239,7 +236,7 @@ class ConstantFolding(Observer):
             self._from(operands, result, func, args, kwargs)
         return result
 
-    def _from(self, operands: list[torch.Tensor], result: Any, func: Any, args: Any, kwargs: Any) -> None:
+    def _from(self, operands: list[Tensor], result: Any, func: Any, args: Any, kwargs: Any) -> None:
         if all(x in self.made for x in operands) and not _has_symbolic_number((args, kwargs)):
             self._note(result, func, args, kwargs, {x: self.made[x] for x in operands})
 
@@ -249,7 +246,7 @@ class ConstantFolding(Observer):
         func: Any,
         args: Any,
         kwargs: Any,
-        parts: dict[torch.Tensor, _FoldedValue],
+        parts: dict[Tensor, _FoldedValue],
         write: bool = False,
     ) -> None:
         """Record ``result`` = ``func(*args, **kwargs)``. ``parts``: of its operands."""
@@ -259,17 +256,15 @@ class ConstantFolding(Observer):
         is_written_to = any(part.is_written_to for part in parts.values()) or (write and parts[args[0]].from_buffer)
 
         def compute() -> Any:
-            values = pytree.tree_map_only(
-                torch.Tensor, lambda x: parts[x].compute() if x in parts else x, (args, kwargs)
-            )
+            values = pytree.tree_map_only(Tensor, lambda x: parts[x].compute() if x in parts else x, (args, kwargs))
             return func(*values[0], **values[1])
 
-        if isinstance(result, torch.Tensor):
+        if isinstance(result, Tensor):
             if _is_foldable(result):
                 self.made[result] = _FoldedValue(compute, sources, from_buffer, is_written_to)
         elif isinstance(result, tuple | list):
             for i, x in enumerate(result):
-                if isinstance(x, torch.Tensor) and _is_foldable(x):
+                if isinstance(x, Tensor) and _is_foldable(x):
                     self.made[x] = _FoldedValue(lambda i=i: compute()[i], sources, from_buffer, is_written_to)  # type: ignore[misc]
 
     def _forget(self, written: list[_FoldedValue]) -> None:
@@ -278,7 +273,7 @@ class ConstantFolding(Observer):
         for x in [x for x, made in self.made.items() if made.sources & sources]:
             del self.made[x]
 
-    def value(self, tensor: torch.Tensor) -> ObserverAnswer | None:
+    def value(self, tensor: Tensor) -> ObserverAnswer | None:
         """The value of a one-element tensor; guarded if it comes from a buffer or input.
 
         From a buffer that the forward writes, only bools: each number would need its own program.
@@ -310,7 +305,7 @@ class ConstantFolding(Observer):
         def number(x: Any, in_slice: bool = in_size) -> Any:
             if isinstance(x, slice):
                 return slice(number(x.start, True), number(x.stop, True), number(x.step, True))
-            if not isinstance(x, torch.Tensor) or x.dim() or x.is_floating_point() or x.dtype == torch.bool:
+            if not isinstance(x, Tensor) or x.dim() or x.is_floating_point() or x.dtype == torch.bool:
                 return x
             if x not in self.made and not in_slice:
                 return x
@@ -323,7 +318,7 @@ class ConstantFolding(Observer):
 def _returning_first(func: Callable[..., Any]) -> Callable[..., Any]:
     """``func``, but returning its first operand, into which it writes, as for ``__setitem__``."""
 
-    def write(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def write(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         func(x, *args, **kwargs)
         return x
 
@@ -337,7 +332,7 @@ def _untraced_eager() -> Iterator[None]:
         yield
 
 
-def _untraced_item(scalar: torch.Tensor) -> Any:
+def _untraced_item(scalar: Tensor) -> Any:
     with _untraced_eager():
         return scalar.item()
 
@@ -347,7 +342,7 @@ def _has_symbolic_number(tree: Any) -> bool:
     return any(isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in pytree.tree_leaves(tree))
 
 
-def _is_foldable(tensor: torch.Tensor) -> bool:
+def _is_foldable(tensor: Tensor) -> bool:
     """Whether a tensor has a static shape, at most :data:`_MAX_FOLDED_ELEMENTS` elements, and no gradient."""
     sizes = tensor.shape
     return (
@@ -355,7 +350,7 @@ def _is_foldable(tensor: torch.Tensor) -> bool:
     )
 
 
-def _uninitialized_like(tensor: torch.Tensor) -> torch.Tensor:
+def _uninitialized_like(tensor: Tensor) -> Tensor:
     """A real uninitialised tensor of the same dtype and shape, or () if the shape is symbolic."""
     with _untraced_eager():
         shape = tuple(tensor.shape) if all(isinstance(n, int) for n in tensor.shape) else ()

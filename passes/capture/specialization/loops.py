@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import Tensor
 
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.provenance import marking_nodes
@@ -37,11 +38,11 @@ MAX_ITERATIONS = 1024
 """most iterations; graphs of longer loops are too large to read or search"""
 
 _NONZERO = (
-    torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere, torch.where, torch.Tensor.where,
+    torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere, torch.where, Tensor.where,
 )  # fmt: skip
 _ROW_PRESERVING = (
-    torch.Tensor.squeeze, torch.squeeze, torch.Tensor.flatten, torch.flatten, torch.Tensor.reshape, torch.Tensor.view,
-    torch.Tensor.cpu, torch.Tensor.to, torch.Tensor.long, torch.Tensor.detach,
+    Tensor.squeeze, torch.squeeze, Tensor.flatten, torch.flatten, Tensor.reshape, Tensor.view,
+    Tensor.cpu, Tensor.to, Tensor.long, Tensor.detach,
 )  # fmt: skip
 _INEXACT_INDEX_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.float16, torch.bfloat16)
 """dtypes that cannot represent all row numbers"""
@@ -114,10 +115,10 @@ class NonzeroLoops(Observer):
 
     def __init__(self, findings: LoopFindings) -> None:
         self.findings = findings
-        self.conditions: dict[int, tuple[torch.Tensor, torch.Tensor, bool]] = {}
+        self.conditions: dict[int, tuple[Tensor, Tensor, bool]] = {}
         """id → (result of nonzero, its condition, whether its rows are numbers)"""
         self.running: list[_UnrolledLoop] = []
-        self.ended: dict[int, torch.Tensor] = {}
+        self.ended: dict[int, Tensor] = {}
         """id → tensor made in a finished body"""
         self.open: list[_UnrolledLoop] = []
         """loops begun and not finished"""
@@ -128,13 +129,9 @@ class NonzeroLoops(Observer):
 
     def before(self, call: ObservedCall) -> ObserverAnswer | ObservedCall | None:
         func, args = call.func, call.args
-        if func is torch.Tensor.__getitem__ and isinstance(args[1], IndexRow | tuple):
+        if func is Tensor.__getitem__ and isinstance(args[1], IndexRow | tuple):
             call = replace(call, args=(args[0], _plain_index(args[1])))
-        if (
-            func in (torch.Tensor.unbind, torch.Tensor.__iter__)
-            and id(args[0]) in self.conditions
-            and _iterates_over_rows(call)
-        ):
+        if func in (Tensor.unbind, Tensor.__iter__) and id(args[0]) in self.conditions and _iterates_over_rows(call):
             return ObserverAnswer(self.loop(args[0], call.frame), "its rows are among the positions of a condition")
         if self.ended and any(id(x) in self.ended for x in call.operands):
             raise CaptureError(f"a value from a loop of unknown length is read after the iteration. {_LOOP_ADVICE}")
@@ -152,19 +149,19 @@ class NonzeroLoops(Observer):
 
     def _remember(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Record ``result`` if its rows index a condition: a loop over it is bounded."""
-        if func in _NONZERO and isinstance(result, torch.Tensor):
+        if func in _NONZERO and isinstance(result, Tensor):
             if all(isinstance(n, int) for n in args[0].shape):
                 self.conditions[id(result)] = (result, args[0], False)
         elif func in _NONZERO and isinstance(result, tuple) and len(result) == 1:
             self.conditions[id(result[0])] = (result[0], args[0], True)
-        elif args and id(args[0]) in self.conditions and isinstance(result, torch.Tensor):
+        elif args and id(args[0]) in self.conditions and isinstance(result, Tensor):
             _, condition, has_scalar_rows = self.conditions[id(args[0])]
             if result.dtype in _INEXACT_INDEX_DTYPES:
                 return
             if result.shape == args[0].shape or (condition.ndim == 1 and result.shape == args[0].shape[:1]):
                 self.conditions[id(result)] = (result, condition, has_scalar_rows or result.ndim == 1)
 
-    def loop(self, rows: torch.Tensor, caller: FrameType | None, from_tolist: bool = False) -> Iterator[Any]:
+    def loop(self, rows: Tensor, caller: FrameType | None, from_tolist: bool = False) -> Iterator[Any]:
         """An iterator over ``rows``, or over ``rows.tolist()`` if ``from_tolist``."""
         frame = _for_statement_frame(caller)
         _, condition, has_scalar_rows = self.conditions[id(rows)]
@@ -173,10 +170,10 @@ class NonzeroLoops(Observer):
         _check_loop_body(frame, from_tolist)
         return _UnrolledLoop(self, condition, has_scalar_rows, frame)
 
-    def tolist(self, original: Callable[[Any], Any]) -> Callable[[torch.Tensor], Any]:
+    def tolist(self, original: Callable[[Any], Any]) -> Callable[[Tensor], Any]:
         """Wrapper of ``tensor.tolist()``, which function modes do not see."""
 
-        def tolist(tensor: torch.Tensor) -> Any:
+        def tolist(tensor: Tensor) -> Any:
             if id(tensor) in self.conditions:
                 return self.loop(tensor, sys._getframe(1), from_tolist=True)
             return original(tensor)
@@ -206,15 +203,15 @@ class NonzeroLoops(Observer):
 class _UnrolledLoop:
     """An iterator over all indices of ``condition``."""
 
-    def __init__(self, loops: NonzeroLoops, condition: torch.Tensor, has_scalar_rows: bool, frame: FrameType) -> None:
+    def __init__(self, loops: NonzeroLoops, condition: Tensor, has_scalar_rows: bool, frame: FrameType) -> None:
         self.loops, self.condition, self.has_scalar_rows, self.frame = loops, condition, has_scalar_rows, frame
         self.statement = (frame.f_code, frame.f_lineno)
         self.places = itertools.product(*map(range, condition.shape))
         self.place: tuple[int, ...] | None = None
-        self.made: dict[int, torch.Tensor] = {}
-        self.written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.made: dict[int, Tensor] = {}
+        self.written: dict[int, tuple[Tensor, Tensor]] = {}
         """id → (outside tensor written by the body, its value before)"""
-        self.is_nonempty: list[torch.Tensor] = []
+        self.is_nonempty: list[Tensor] = []
         loops.open.append(self)
 
     def __iter__(self) -> _UnrolledLoop:
@@ -259,13 +256,13 @@ class _UnrolledLoop:
                 self.is_nonempty.append(torch.ones_like(rows).any())
         known = {id(x) for x in call.operands}
         for x in pytree.tree_leaves(result):
-            if isinstance(x, torch.Tensor) and id(x) not in known:
+            if isinstance(x, Tensor) and id(x) not in known:
                 self.made[id(x)] = x
 
 
 def _is_first_column(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether the call is ``rows[:, 0]``."""
-    index = args[1] if func is torch.Tensor.__getitem__ else None
+    index = args[1] if func is Tensor.__getitem__ else None
     plain = isinstance(index, tuple) and all(isinstance(i, int | slice) for i in index)
     return plain and index == (slice(None), 0)
 
@@ -323,7 +320,7 @@ def _check_loop_body(frame: FrameType, from_tolist: bool) -> None:
     names = [n for n in ast.walk(tree) if isinstance(n, ast.Name)]
     bound = {n.id for n in names if id(n) in inside and isinstance(n.ctx, ast.Store)}
     added = {n.target.id for n in ast.walk(loop) if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)}
-    added = {name for name in added if isinstance(frame.f_locals.get(name), torch.Tensor)}  # written in place
+    added = {name for name in added if isinstance(frame.f_locals.get(name), Tensor)}  # written in place
     outside = {n.id for n in names if id(n) not in inside and isinstance(n.ctx, ast.Load)}
     handed = sorted((bound - added) & outside) + _changed_objects(loop, bound, frame)
     if handed:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
@@ -49,7 +50,7 @@ class ScriptedAnswers(TorchFunctionMode):
         return lambda symbol: self.ask(lambda: original(symbol))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__bool__:
+        if func is Tensor.__bool__:
             return self.ask(lambda: func(*args))
         return func(*args, **(kwargs or {}))
 
@@ -107,7 +108,7 @@ def _program_key(traced: TracedProgram) -> Any:
     """Comparison key of a program: nodes, signature, constants, gradient flags."""
     program, grads, _ = traced
     nodes = [(n.op, str(n.target), str(n.args), str(n.kwargs), str(n.meta.get("val"))) for n in program.graph.nodes]
-    constants = {name: repr(c.tolist()) for name, c in program.constants.items() if isinstance(c, torch.Tensor)}
+    constants = {name: repr(c.tolist()) for name, c in program.constants.items() if isinstance(c, Tensor)}
     return nodes, str(program.graph_signature), constants, grads
 
 

@@ -16,6 +16,7 @@ import contextlib
 import dis
 import functools
 import gc
+import inspect
 import linecache
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -43,8 +45,8 @@ class _ScalarType(type):
     read: Callable[[Any], Any]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and isinstance(args[0], torch.Tensor | torch.SymInt | torch.SymFloat):
-            return cls.read(args[0].item() if isinstance(args[0], torch.Tensor) else args[0])
+        if len(args) == 1 and isinstance(args[0], Tensor | torch.SymInt | torch.SymFloat):
+            return cls.read(args[0].item() if isinstance(args[0], Tensor) else args[0])
         return cls.original(*args, **kwargs)
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -119,7 +121,7 @@ class ScalarConversions(Observer):
 
 def _is_model_code(filename: str) -> bool:
     """Whether ``int(tensor)`` in this file counts as the model's, also in torch's batch norm."""
-    return is_users_file(filename) or filename == torch.nn.modules.batchnorm.__file__
+    return is_users_file(filename) or filename == inspect.getfile(torch.nn.modules.batchnorm)
 
 
 def _has_method_named_alike(code: CodeType) -> bool:
@@ -136,31 +138,31 @@ def _functions_running(frame: FrameType) -> list[FunctionType]:
 
 
 _FINITENESS_TESTS = {
-    torch.isfinite: True, torch.Tensor.isfinite: True, torch.isnan: False, torch.Tensor.isnan: False,
-    torch.isinf: False, torch.Tensor.isinf: False,
+    torch.isfinite: True, Tensor.isfinite: True, torch.isnan: False, Tensor.isnan: False,
+    torch.isinf: False, Tensor.isinf: False,
 }  # fmt: skip
 """function → its result's elements if all numbers are finite"""
-_ALL_OR_ANY = (torch.all, torch.Tensor.all, torch.any, torch.Tensor.any)
+_ALL_OR_ANY = (torch.all, Tensor.all, torch.any, Tensor.any)
 _LOGICAL_NOT = (
     torch.logical_not,
-    torch.Tensor.logical_not,
+    Tensor.logical_not,
     torch.bitwise_not,
-    torch.Tensor.bitwise_not,
-    torch.Tensor.__invert__,
+    Tensor.bitwise_not,
+    Tensor.__invert__,
 )
 _LOGICAL_OR = (
     torch.logical_or,
-    torch.Tensor.logical_or,
+    Tensor.logical_or,
     torch.bitwise_or,
-    torch.Tensor.bitwise_or,
-    torch.Tensor.__or__,
+    Tensor.bitwise_or,
+    Tensor.__or__,
 )
 _LOGICAL_AND = (
     torch.logical_and,
-    torch.Tensor.logical_and,
+    Tensor.logical_and,
     torch.bitwise_and,
-    torch.Tensor.bitwise_and,
-    torch.Tensor.__and__,
+    Tensor.bitwise_and,
+    Tensor.__and__,
 )
 
 
@@ -181,7 +183,7 @@ class TruthValues(Observer):
 
     def before(self, call: ObservedCall) -> ObserverAnswer | None:
         """The answer to ``bool(tensor)``, with a guard in the graph."""
-        if call.func != torch.Tensor.__bool__ or self.loops.running or call.frame is None:
+        if call.func != Tensor.__bool__ or self.loops.running or call.frame is None:
             return None
         tensor, frame = call.args[0], call.frame
         if (uniform := self.uniform.get(tensor)) is not None:
@@ -196,11 +198,11 @@ class TruthValues(Observer):
         return answer
 
     def after(self, call: ObservedCall, result: Any) -> Any:
-        if isinstance(result, torch.Tensor) and result.dtype == torch.bool:
+        if isinstance(result, Tensor) and result.dtype == torch.bool:
             self._follow(call.func, call, result)
         return result
 
-    def _follow(self, func: Any, call: ObservedCall, result: torch.Tensor) -> None:
+    def _follow(self, func: Any, call: ObservedCall, result: Tensor) -> None:
         if func in _FINITENESS_TESTS:
             self.uniform[result] = _FINITENESS_TESTS[func]
             return
@@ -231,7 +233,7 @@ class TruthValues(Observer):
         return truth
 
 
-def _guard_all(kind: type, condition: torch.Tensor, message: Callable[[], str] | None = None) -> None:
+def _guard_all(kind: type, condition: Tensor, message: Callable[[], str] | None = None) -> None:
     guards.guard_true(condition.all(), str(message() if message else guards.GUARD_MODEL_CHECK))
 
 
