@@ -15,7 +15,7 @@ SILENT_SECONDS = 2.0
 """seconds before a phase is shown on a terminal"""
 LOG_SECONDS = 10.0
 """seconds before the first line in a log; each further line takes twice as long, up to a minute"""
-_GC_THRESHOLD = 50_000
+_GC_THRESHOLDS = (50_000, 1000, 1000)
 """threshold of the young generation, in objects"""
 
 _phases: list[str] = []
@@ -74,8 +74,8 @@ def infrequent_gc() -> Iterator[None]:
     time.
     """
     before = gc.get_threshold()
-    if 0 < before[0] < _GC_THRESHOLD:
-        gc.set_threshold(_GC_THRESHOLD, 1000, 1000)
+    if 0 < before[0] < _GC_THRESHOLDS[0]:
+        gc.set_threshold(*_GC_THRESHOLDS)
     try:
         yield
     finally:

@@ -24,6 +24,7 @@ from autoshard.passes.memory import lower_and_simulate
 from autoshard.passes.propagate.named_strategies.strategies import axes_by_role
 from autoshard.passes.propagate.op_space import OpSpaces, is_feasible
 from autoshard.passes.search.candidates import Candidates
+from autoshard.passes.search.limits import OUTER_LIMITS
 from autoshard.plans.baselines import baselines_of
 from autoshard.plans.describe import describe_program
 from autoshard.plans.options import CompileOptions
@@ -34,9 +35,6 @@ from autoshard.runtime.transport.torch_state import without_autocast
 from autoshard.serving import JointPlan, ServedCall, search_jointly, serving_plan
 
 log = logging.getLogger("autoshard.plan")
-
-TIE_SHARE = 1e-6
-"""relative difference of plans below which the mesh with fewer axes is taken"""
 
 
 @without_autocast()  # its casts are in the graph
@@ -74,7 +72,7 @@ class MeshSearch:
     opts: CompileOptions
 
     def __post_init__(self) -> None:
-        self.meshes = Candidates[MeshPlan](lambda found: self.seconds(found.plan), tie=TIE_SHARE)
+        self.meshes = Candidates[MeshPlan](lambda found: self.seconds(found.plan), tie=OUTER_LIMITS.tie_share)
 
     def over(self, devices: int) -> Plan:
         """See :func:`planned_for`."""
@@ -221,7 +219,7 @@ def least_mesh_seconds(graph: Graph, mesh: Mesh) -> float:
 def _slower_by_text(cost: Cost, won: Cost) -> str:
     """How much slower a runner-up is than ``won``, and why, as text."""
     more = cost.total_s - won.total_s
-    if more <= TIE_SHARE * won.total_s:
+    if more <= OUTER_LIMITS.tie_share * won.total_s:
         return "as fast"
     parts = (("compute", cost.compute_s - won.compute_s), ("communication", cost.exposed_s - won.exposed_s))
     what, by = max(parts, key=lambda part: part[1])

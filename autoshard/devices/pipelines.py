@@ -32,6 +32,7 @@ from autoshard.passes.propagate.hints import micro_batch_placements
 from autoshard.passes.propagate.named_strategies.strategies import axes_by_role
 from autoshard.passes.propagate.planner import SearchSettings
 from autoshard.passes.search.candidates import Candidates
+from autoshard.passes.search.limits import OUTER_LIMITS
 from autoshard.passes.search.network import Effort
 from autoshard.plans.options import CompileOptions, KnownLayouts
 from autoshard.plans.plan import Plan
@@ -95,8 +96,6 @@ class OneDeviceWork(NamedTuple):
 
 ESTIMATE_EFFORT = Effort(0.1, branches=False)
 """search effort of an estimate"""
-RETRY_COST = 5
-"""extra cost of an estimate that is repeated with less memory, in estimates"""
 
 
 @dataclass(frozen=True)
@@ -255,7 +254,7 @@ class PipelineEstimates:
         found, limit = self._within(setup, math.inf)
         if found.fits:
             return found
-        self.spent += RETRY_COST
+        self.spent += OUTER_LIMITS.retry_cost
         try:
             return self._within(setup, limit * found.budget / found.held)[0]
         except PlanError:
@@ -341,11 +340,6 @@ def _fullest_rank_bytes(cutting: BoundarySearch, ends: Sequence[int]) -> float:
 
 log = logging.getLogger("autoshard.plan")
 
-MOST_ESTIMATES = 40
-"""most estimates; a count, not a time limit, so that every run gives the same plan"""
-MOST_FULL_PLANS = 2
-"""most full plans, where the first takes longer than its estimate"""
-
 
 @without_autocast()  # its casts are in the graph
 def pipelined_for(
@@ -360,8 +354,8 @@ def pipelined_for(
 
     ``graph``: of the full batch; ``batches``: micro-batches, None: searched; ``least``: fewest
     stages. Setups (:class:`PipelineSetup`) are estimated in order of promise, unless their lower bound
-    exceeds the best estimate. At most :data:`MOST_ESTIMATES` are; one short of memory counts as several. The
-    best is planned in full, and others while estimates are below that plan, :data:`MOST_FULL_PLANS` in all.
+    exceeds the best estimate. At most ``OUTER_LIMITS.most_estimates`` are; one short of memory counts as several. The
+    best is planned in full, and others while estimates are below that plan, ``OUTER_LIMITS.most_full_plans`` in all.
 
     Raises :class:`MeshError` for an invalid number of devices, :class:`PlanError` without any plan.
     """
@@ -394,7 +388,7 @@ class _PipelineSearch:
         while left:
             left = [setup for setup in left if not self.estimated.is_pruned(of.floor(setup))]
             longer = len(every) - len(self.ratios) - len(left)
-            if not left or of.spent >= MOST_ESTIMATES:
+            if not left or of.spent >= OUTER_LIMITS.most_estimates:
                 break
             setup = min(left, key=self.expected_seconds)
             left.remove(setup)
@@ -468,7 +462,7 @@ class _PipelineSearch:
         full = Candidates[tuple[Plan, PipelineEstimate]](lambda found: found[0].cost.total_s, refusals=AutoshardError)
         tries = 0
         for estimate in ranked:
-            if full.is_pruned(estimate.seconds) or (full.best is not None and tries >= MOST_FULL_PLANS):
+            if full.is_pruned(estimate.seconds) or (full.best is not None and tries >= OUTER_LIMITS.most_full_plans):
                 continue
             tries += 1
             with full.attempt(self._estimate_text(estimate)), shown_progress(f"plan of {estimate.setup}"):

@@ -33,6 +33,7 @@ from autoshard.passes.propagate.hints import resolve_hints, wanted_output_layout
 from autoshard.passes.propagate.named_strategies import resolve_like
 from autoshard.passes.propagate.planner import SearchSettings
 from autoshard.passes.search.candidates import Candidates
+from autoshard.passes.search.limits import OUTER_LIMITS
 from autoshard.plans.options import CompileOptions, KnownLayouts
 from autoshard.plans.plan import Compiled, Plan
 from autoshard.plans.planning import plan_graph
@@ -225,8 +226,6 @@ def compile_stages(
 
 TIGHT_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 """named strategies that are tried if memory is tight"""
-TIGHT_SHARE = 0.5
-"""share of a stage's budget below which memory did not influence its plan"""
 
 
 class PlannedStage(NamedTuple):
@@ -380,7 +379,7 @@ def _is_memory_tight(done: Sequence[PlannedStage]) -> bool:
     """Whether memory may have influenced the plans of stages with a backward."""
     return any(
         one.stage.graph.training
-        and (one.plan.recomputed or one.plan.memory.peak > TIGHT_SHARE * (one.opts.memory_budget or 0.0))
+        and (one.plan.recomputed or one.plan.memory.peak > OUTER_LIMITS.tight_share * (one.opts.memory_budget or 0.0))
         for one in done
     )
 

@@ -26,8 +26,6 @@ STATED_ERRORS = {
 UNLIMITED_BYTES = 1e15
 """memory of a device from which on it counts as unlimited"""
 
-MOST_COMPARED = 6
-"""most plans that one line compares"""
 
 TABLES = "sharded embedding tables"
 
@@ -336,7 +334,7 @@ def _error_text(plan: Record) -> str:
     return f"no {'training' if plan.training else 'inference'} step on {name} was compared with a published one"
 
 
-def compared_text(plan: Record, most: int = MOST_COMPARED) -> str:
+def compared_text(plan: Record, most: int = 6) -> str:
     """Named strategies and runners-up in one line: "free 325 ms · fsdp 339 ms · ddp does not fit"."""
     rows = plan.known_compared
     fits, not_fit = [r for r in rows if r[1] is not None], [r for r in rows if r[1] is None]

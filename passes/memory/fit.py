@@ -26,34 +26,17 @@ from autoshard.passes.lower.lowering import lower_assignment
 from autoshard.passes.memory.simulate import simulate_memory
 from autoshard.passes.propagate.named_strategies import NamedStrategy
 from autoshard.passes.propagate.planner import FORWARD_END, TIE_BYTES_PER_SECOND, Planner, with_proven_bound
+from autoshard.passes.search.limits import OUTER_LIMITS
 
 log = logging.getLogger("autoshard.plan")
 
 DEFAULT_BUDGET_SHARE = 0.9
 """default budget, as a share of the hardware's memory"""
-LEAST_ROUNDS = 10
-"""most searches for the least memory while no plan fits"""
 SECOND_PRICES = (0.0, 1 / 16, 1 / 4, 1.0, 0.0, 1 / 16, 1 / 4, 1.0, 4.0, 16.0)
 """the worth of a second in bytes, in turn, as a multiple of the last plan's bytes per second. Quick
 plans work on little, and small models that move little hold little"""
 MIN_STEP_SECONDS = 1e-12
 """seconds: below every step that takes any time"""
-QUICKER_ROUNDS = 8
-"""searches for a plan quicker than one that fits"""
-PRICE_STEP = 16.0
-"""factor on the worth of a second, until one plan fits and one does not"""
-MOMENT_WEIGHT_RATE = 4.0
-"""exponential weight of a peak's moments in the next search, over moments that hold nothing"""
-SLACK = 0.05
-"""share of the budget by which sums at the end of a pass may exceed it; the simulation then decides"""
-CUT_ROUNDS = 10
-"""most searches within cuts while no plan fits"""
-FIT_ROUNDS = 4
-"""the same once one fits"""
-NARROW_GAP = 0.001
-"""gap between cost and bound, relative to the cost, from which on limits are placed otherwise"""
-WIDE_GAP = 0.05
-"""gap between cost and bound, relative to the cost, from which on more is searched"""
 
 
 def search_within_memory(
@@ -86,21 +69,21 @@ def search_within_memory(
     held = micro_batches_held > 0  # activations of earlier micro-batches are there at any moment
     bound = 0.0
     for at_end in dict.fromkeys((held,) if quick else (held, True)):
-        if best.gap(bound) > NARROW_GAP:
+        if best.gap(bound) > OUTER_LIMITS.narrow_gap:
             planner.forget_cuts()
             best.of(_plans_within_cuts(planner, budget, at_end))
             bound = bound or (0.0 if quick or best.fits is None else planner.bound(budget))
     if best.fits is None:
-        best.of(_least_memory_plans(planner, budget, held, 1 if quick else LEAST_ROUNDS))
+        best.of(_least_memory_plans(planner, budget, held, 1 if quick else OUTER_LIMITS.least_rounds))
     if best.fits is None:
         raise BudgetError(_budget_error(best.closest[1], budget, mesh), best.closest[1].peak)
     if quick:
         return best.fits
     bound = bound or planner.bound(budget)
-    if best.gap(bound) > WIDE_GAP:
-        excess = MOMENT_WEIGHT_RATE * _relative_excess(planner, best.fits[1])
+    if best.gap(bound) > OUTER_LIMITS.wide_gap:
+        excess = OUTER_LIMITS.moment_weight_rate * _relative_excess(planner, best.fits[1])
         best.of(_quicker_plans(planner, budget, excess, best.seconds))
-    if best.gap(bound) > WIDE_GAP and planner.effort.branches:
+    if best.gap(bound) > OUTER_LIMITS.wide_gap and planner.effort.branches:
         best.of(_plans_of_strategies(planner, baselines, best))
     return _with_bound(best.fits[0], bound), best.fits[1]
 
@@ -146,11 +129,11 @@ def _plans_within_cuts(planner: Planner, budget: float, at_end: bool) -> Simulat
     for what is recomputed.
     """
     fits = False
-    for number in range(CUT_ROUNDS):
-        if fits and number >= FIT_ROUNDS:
+    for number in range(OUTER_LIMITS.cut_rounds):
+        if fits and number >= OUTER_LIMITS.fit_rounds:
             return
         try:
-            assignment = planner.within(budget, SLACK)
+            assignment = planner.within(budget, OUTER_LIMITS.slack)
         except PlanError:
             if not planner.loosen(budget):
                 return
@@ -181,7 +164,7 @@ def _least_memory_plans(planner: Planner, budget: float, at_end: bool, rounds: i
             yield from _plans_within_cuts(planner, budget, at_end)
             return
         excess, rate = (
-            excess + MOMENT_WEIGHT_RATE * _relative_excess(planner, memory),
+            excess + OUTER_LIMITS.moment_weight_rate * _relative_excess(planner, memory),
             memory.peak / max(_program_seconds(program), MIN_STEP_SECONDS),
         )
 
@@ -194,7 +177,7 @@ def _live(memory: Memory, at_end: bool) -> dict[str, float]:
 def _quicker_plans(planner: Planner, budget: float, excess: np.ndarray, seconds: float) -> Simulated:
     """Plans quicker than one that fits and takes ``seconds``: bisection on the price of a second."""
     low, high, price = 0.0, math.inf, budget / max(seconds, MIN_STEP_SECONDS)
-    for _ in range(QUICKER_ROUNDS):
+    for _ in range(OUTER_LIMITS.quicker_rounds):
         assignment = planner.least(excess, price)
         program, memory = lower_and_simulate(assignment, planner.optimizer, planner.micro_batches_held)
         log.info("peak %.4g B, budget %.4g B, with a second priced at %.4g B", memory.peak, budget, price)
@@ -202,8 +185,11 @@ def _quicker_plans(planner: Planner, budget: float, excess: np.ndarray, seconds:
         if memory.peak <= budget:
             low = price
         else:
-            high, excess = price, excess + MOMENT_WEIGHT_RATE * _relative_excess(planner, memory)
-        price = PRICE_STEP * low if math.isinf(high) else high / PRICE_STEP if low == 0 else math.sqrt(low * high)
+            high, excess = price, excess + OUTER_LIMITS.moment_weight_rate * _relative_excess(planner, memory)
+        if math.isinf(high) or low == 0:
+            price = OUTER_LIMITS.price_step * low if low else high / OUTER_LIMITS.price_step
+        else:
+            price = math.sqrt(low * high)
 
 
 def _relative_excess(planner: Planner, memory: Memory) -> np.ndarray:

@@ -27,6 +27,7 @@ from autoshard.errors import PlanError
 from autoshard.passes.ir.text import show_bytes
 from autoshard.passes.pipeline.schedules import Orders, StageSeconds, max_in_flight, rank_orders, simulate_timeline
 from autoshard.passes.pipeline.step_times import cut_step_seconds
+from autoshard.passes.search.limits import OUTER_LIMITS
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,6 @@ class GraphSegment:
 
 
 Array = np.ndarray
-
-SIMULATED_CUTS = 100
-"""most cuts that are simulated before one is proven shortest"""
-BOUNDARY_MOVES = 10
-"""most moves of one boundary, with several stages per rank"""
-MIXED_BOUNDS = 16
-"""most bounds on first stages that are tried, with several stages per rank"""
 
 
 @dataclass(frozen=True)
@@ -121,10 +115,11 @@ class BoundarySearch:
 
         The formula is an upper bound, some percent too high for unequal stages. One stage per rank:
         simulate cuts in order of their lower bound :meth:`_floor`, until it exceeds the best step
-        or :data:`SIMULATED_CUTS` are done. Several: simulate all cuts if they are few, else those of
-        :meth:`_balanced_cuts`, then move one boundary at a time (:data:`BOUNDARY_MOVES`).
+        or ``OUTER_LIMITS.simulated_cuts`` are done. Several: simulate all cuts if they are few, else those of
+        :meth:`_balanced_cuts`, then move one boundary at a time (``OUTER_LIMITS.boundary_moves``).
         """
-        step, found, left = math.inf, tuple[int, ...](), SIMULATED_CUTS if self.chunks == 1 else BOUNDARY_MOVES
+        left = OUTER_LIMITS.simulated_cuts if self.chunks == 1 else OUTER_LIMITS.boundary_moves
+        step, found = math.inf, tuple[int, ...]()
         rest = self._floors_from() if self.chunks == 1 else []
         waiting: list[tuple[float, int, tuple[int, ...]]] = [(float(rest[0][0]), 0, ())] if rest else []
         several, count = self._starts(), 1
@@ -147,7 +142,7 @@ class BoundarySearch:
         if self.chunks == 1:
             return [self.best().ends]
         pieces = len(self.pieces)
-        if pieces < self.stages or math.comb(pieces - 1, self.stages - 1) > SIMULATED_CUTS:
+        if pieces < self.stages or math.comb(pieces - 1, self.stages - 1) > OUTER_LIMITS.simulated_cuts:
             return list(dict.fromkeys([self.best().ends, *self._balanced_cuts()]))
         every = ((*cut, pieces) for cut in itertools.combinations(range(1, pieces), self.stages - 1))
         return [ends for ends in every if self._fits(ends)] or [self.best().ends]
@@ -350,7 +345,9 @@ class BoundarySearch:
         near = span_seconds[(span_seconds > each / 2) & (span_seconds < 2 * each)]
         levels = near[np.append(np.diff(near) > 1e-6 * each, True)[: len(near)]] * (1 + 1e-9)  # equal sums
         found = dict[tuple[int, ...], None]()
-        for i in np.unique(np.linspace(0, len(levels) - 1, MIXED_BOUNDS).astype(int)) if len(levels) else ():
+        for i in (
+            np.unique(np.linspace(0, len(levels) - 1, OUTER_LIMITS.mixed_bounds).astype(int)) if len(levels) else ()
+        ):
             low, high, best = -1, len(levels), None
             while high - low > 1:
                 middle = (low + high) // 2

@@ -31,12 +31,10 @@ from autoshard.passes.propagate.prices.roofline import optimizer_seconds
 from autoshard.passes.propagate.recompute import duplicable_nodes
 from autoshard.passes.rules.facts import is_view
 from autoshard.passes.search.candidates import Candidates
+from autoshard.passes.search.limits import OUTER_LIMITS
 
 FREE_MESSAGE_SECONDS = 1e-5
 """seconds that it takes at least to start a message and to wait for it"""
-
-MAX_CUTS = 256
-"""most possible cuts; among cuts after nearly equal work those with the smallest messages"""
 
 
 @dataclass(frozen=True)
@@ -60,12 +58,12 @@ class SegmentedGraph:
                 if fixed and position not in prepared:
                     found.append(position)
                 fixed = True
-        if len(found) <= MAX_CUTS:
+        if len(found) <= OUTER_LIMITS.max_cuts:
             return tuple(found)
         done = np.cumsum([self.seconds[n.name][0] + self.seconds[n.name][1] for n in self.graph.nodes])
         best: dict[int, int] = {}
         for position in found:
-            share = int(MAX_CUTS * done[position - 1] / done[-1]) if done[-1] else position
+            share = int(OUTER_LIMITS.max_cuts * done[position - 1] / done[-1]) if done[-1] else position
             if share not in best or self.crossing[0][position] < self.crossing[0][best[share]]:
                 best[share] = position
         return tuple(sorted(best.values()))
@@ -279,14 +277,6 @@ def weight_preparation(graph: Graph) -> frozenset[int]:
     return frozenset(found)
 
 
-MAX_CHUNKS = 16
-"""most stages per rank (virtual stages) that are tried"""
-LEAST_STEP_GAIN = 0.002
-"""least gain for one more stage per rank, as a share of the step: estimates know no better"""
-BLOCK_TOLERANCE = 0.05
-"""least gain for a cut inside a layer, as a share of the step: equal stages are planned once"""
-
-
 def stage_boundaries(
     pieces: SegmentedGraph, schedule: str, ranks: int, batches: int, chunks: int = 1, budget: float = math.inf
 ) -> tuple[int, ...]:
@@ -319,22 +309,22 @@ def stage_boundaries(
             whole, between = shortest(blocks, limit)
         except PlanError:  # a block does not fit
             return tuple(cuts)
-        if whole.seconds <= found.seconds * (1 + BLOCK_TOLERANCE):
+        if whole.seconds <= found.seconds * (1 + OUTER_LIMITS.block_tolerance):
             return tuple(between)
     return tuple(cuts)
 
 
 def stages_per_rank(pieces: SegmentedGraph, schedule: str, ranks: int, batches: int, budget: float = math.inf) -> int:
-    """The number of stages per rank with the shortest interleaved step: 2 to :data:`MAX_CHUNKS`.
+    """The number of stages per rank with the shortest interleaved step: 2 to ``OUTER_LIMITS.max_chunks``.
 
     More stages shorten the bubble and send more messages; ties go to fewer. 2 if none fits
     ``budget``.
     """
     parts, steps = (
         pieces.between(pieces.block_ends),
-        Candidates[tuple[int, float]](lambda found: found[1], LEAST_STEP_GAIN),
+        Candidates[tuple[int, float]](lambda found: found[1], OUTER_LIMITS.least_step_gain),
     )
-    for chunks in range(2, min(MAX_CHUNKS, len(parts) // ranks) + 1):
+    for chunks in range(2, min(OUTER_LIMITS.max_chunks, len(parts) // ranks) + 1):
         with steps.attempt(f"{chunks} stages per rank"):
             search = pieces.cutting(parts, schedule, ranks, batches, chunks, budget)
             steps.add((chunks, search.shortest().seconds))

@@ -30,6 +30,7 @@ from autoshard.passes.propagate.network import BuiltNetwork, LayoutNetwork
 from autoshard.passes.propagate.recompute import Recompute, offered_zero_stages, recompute_offer, with_model_checkpoints
 from autoshard.passes.search import CostNetwork, LinearRow, Prepared, Solution
 from autoshard.passes.search.arrays import map_entries
+from autoshard.passes.search.limits import OUTER_LIMITS
 from autoshard.passes.search.network import FULL, Effort
 
 
@@ -82,10 +83,6 @@ TIE_BYTES_PER_SECOND = 1e-3
 """bytes that a second is worth in :meth:`Planner.least`: breaks ties between equal memory"""
 FORWARD_END = "end of the forward"
 """the moment at which all that is saved is there, and nothing is recomputed yet"""
-CLOSE_LIMITS = 0.02
-"""share of the budget below which two limits are the same"""
-LIMITED_EFFORT = 0.1
-"""effort of a search under a limit, as a share of the effort of a proof"""
 
 
 @dataclass
@@ -115,7 +112,7 @@ class MomentCut:
             if exact > old:
                 self.limit = min(exact, (old + self.least_above) / 2)
         self.limit = max(self.limit, self.most_fitting)
-        return self.limit != old and (not fits or self.limit - old > CLOSE_LIMITS * budget)
+        return self.limit != old and (not fits or self.limit - old > OUTER_LIMITS.close_limits * budget)
 
 
 def _infeasible_message(constraints: Mapping[str, Constraint | DimLimit], mesh: Mesh) -> str:
@@ -245,7 +242,7 @@ class Planner:
         pairs = [(cut, live[moment]) for moment, cut in self._cuts.items() if moment in live]
         moved = [cut.learn(cut.row.used(network, choice), then, budget, fits) for cut, then in pairs]
         beyond = [row.used(network, choice) - live[peak] for row in self.network(limited=True)[1].kept]
-        moved += [new - old > CLOSE_LIMITS * budget for new, old in zip(beyond, self._spare, strict=True)]
+        moved += [new - old > OUTER_LIMITS.close_limits * budget for new, old in zip(beyond, self._spare, strict=True)]
         self._spare = [max(pair) for pair in zip(beyond, self._spare, strict=True)]
         return any(moved)
 
@@ -257,7 +254,7 @@ class Planner:
         rises = [(cut, (cut.least_above - cut.limit) / 2) for cut in self._cuts.values()]
         for cut, rise in rises:
             cut.limit += rise if math.isfinite(rise) else 0.0
-        return any(CLOSE_LIMITS * budget < rise < math.inf for _, rise in rises)
+        return any(OUTER_LIMITS.close_limits * budget < rise < math.inf for _, rise in rises)
 
     def forget_cuts(self) -> None:
         """Lift the limits of all moments."""
@@ -288,7 +285,7 @@ class Planner:
         built = self.network(limited=True)[1]
         every = (*(row.limit for row in built.hiding), *(budget + more for more in spare), *limits)
         start = (*self.prices, *(0.0,) * (len(every) - len(self.prices))) if self.prices else None
-        effort = replace(self.effort, part=min(LIMITED_EFFORT, self.effort.part), rough=rough)
+        effort = replace(self.effort, part=min(OUTER_LIMITS.limited_effort, self.effort.part), rough=rough)
         found = prepared.solve(every, effort, prices=start)
         self.prices = found.prices
         return found

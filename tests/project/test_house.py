@@ -55,13 +55,13 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 73504,
-    "tokens": 626384,
-    "lines over 100 columns": 4273,
-    "files": 336,
+    "lines": 73498,
+    "tokens": 626406,
+    "lines over 100 columns": 4283,
+    "files": 337,
     "files under 60 lines": 10,
     "names at module level in 3 or more files": 6,
-    "numeric constants at module level": 177,
+    "numeric constants at module level": 100,
     "private names of torch, however imported": 110,
     "private paths of torch": 41,
     "files that name a private path of torch": 9,

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.passes.search.exact.elimination import Scope
+from autoshard.passes.search.limits import LIMITS
 from autoshard.passes.search.network import Array
 
 
@@ -35,8 +36,6 @@ def run_highs(highs: highspy.Highs) -> None:
 # HiGHS has absolute tolerances of about 1e-7; scaled costs make them irrelevant for the gap.
 SCALE = 1e4
 
-# Variables per second of the time limit, beyond which HiGHS would not end in time.
-ENTRIES_PER_SECOND = 30_000
 
 Factors = Sequence[tuple[Scope, Array]]
 
@@ -120,7 +119,7 @@ def solve_core(
     reduced = [
         (scope, np.where(array - least[scope] <= ceiling, array - least[scope], np.inf)) for scope, array in factors
     ]
-    if variable_count(reduced) > min(most_entries, ENTRIES_PER_SECOND * time_limit):
+    if variable_count(reduced) > min(most_entries, LIMITS.entries_per_second * time_limit):
         return CoreSolution(None, constant, False)
     largest = max((float(array[np.isfinite(array)].max()) for _, array in reduced), default=0.0)
     scale = SCALE / min(ceiling, largest) if min(ceiling, largest) > 0 else 1.0

@@ -17,14 +17,12 @@ from numpy.typing import NDArray
 from autoshard.errors import PlanError
 from autoshard.passes.search.arrays import Classes, CompactMatrix, broadcast_sum
 from autoshard.passes.search.exact.elimination import BLOCK, Eliminator, Pruned, Scope, Tables
+from autoshard.passes.search.limits import LIMITS
 from autoshard.passes.search.network import Array
 
 NO_CHOICE = "no choice of strategies is feasible: every choice has a forbidden cost"
 # Stands for inf where inf − inf would arise; above every sum of finite costs.
 HUGE = 1e300
-# Row comparisons per table beyond which pruning does not pay: while bounds may prune, and at all.
-EASY_COMPARISONS = 20_000_000
-MAX_COMPARISONS = 1_000_000_000
 
 
 class Pruner:
@@ -35,9 +33,9 @@ class Pruner:
         self.tables, self.deadline = tables, deadline
         self._least: dict[tuple[int, int], Array] = {}
         self._kept: dict[tuple[object, ...], Classes] = {}
-        self.most = MAX_COMPARISONS
+        self.most = LIMITS.max_comparisons
 
-    def run(self, network: Eliminator, most: int = MAX_COMPARISONS) -> int:
+    def run(self, network: Eliminator, most: int = LIMITS.max_comparisons) -> int:
         """Remove strategies to a fixed point; returns how many. Factors span at most two nodes.
 
         ``most``: comparisons per table. Raises PlanError if a node has no feasible strategy.
@@ -125,8 +123,6 @@ def least_difference(array: Array) -> Array:
 
 _RELATIVE_NOISE = 1e-9
 """relative"""
-UNFOLDED_ENTRIES = 1_000
-"""entries up to which a matrix is not deduplicated"""
 
 
 KnownMessages = dict[tuple[int, int, bytes, bytes], tuple[Array, Array]]
@@ -152,7 +148,7 @@ def min_message(table: Array, moved: Array, axis: int) -> Array:
 def _deduplicated(tables: Tables, number: int) -> tuple[Array, list[Classes]]:
     """A matrix without equal slices, and per axis the slice of every index."""
     matrix = tables.matrix(number)
-    if matrix.size < UNFOLDED_ENTRIES:  # deduplication takes longer than it saves
+    if matrix.size < LIMITS.unfolded_entries:  # deduplication takes longer than it saves
         array = np.ascontiguousarray(tables.arrays[number])
         return array, [np.arange(n) for n in array.shape]
     if isinstance(matrix, CompactMatrix):

@@ -17,29 +17,10 @@ from autoshard.errors import PlanError
 from autoshard.passes.search.arrays import map_entries, stored_values
 from autoshard.passes.search.exact.elimination import ORDERS, EliminationStep, Eliminator, Tables
 from autoshard.passes.search.exact.milp import solve_core, variable_count
-from autoshard.passes.search.exact.pruning import EASY_COMPARISONS, MAX_COMPARISONS, NO_CHOICE, Dual, Pruner, restrict
+from autoshard.passes.search.exact.pruning import NO_CHOICE, Dual, Pruner, restrict
+from autoshard.passes.search.limits import LIMITS
 from autoshard.passes.search.network import Array, Choice, CostNetwork, NotFoundError, Solution
 
-# Entries of the largest join: while bounds may still prune, without further checks, and at all
-# (beyond that, the MILP).
-QUICK_JOIN = 3_000_000
-EASY_JOIN = 20_000_000
-MAX_JOIN = 1_000_000_000
-# Entries of all joins that take as long as one MILP variable, and that are always joined.
-JOINED_PER_VARIABLE = 10_000
-EASY_TOTAL = 1_000_000_000
-# Under a guess: the largest join, and the strategies up to which the MILP solves the rest.
-TRIAL_JOIN = 1_000_000
-TRIAL_STRATEGIES = 3_000
-# Message passing ends after MAX_SWEEPS, or when PATIENCE sweeps close less than this of the gap.
-MAX_SWEEPS = 300
-STALLED_SWEEPS = 10
-LEAST_PROGRESS = 0.02
-# A larger MILP takes minutes: a choice this close to the bound is accepted without it.
-LARGE_CORE = 100_000
-CLOSE_TO_BOUND = 1e-4
-# Relative margin above a known choice, so that the search finds that choice again.
-START_MARGIN = 1e-6
 # Rounding noise of message passing, relative to the cost.
 TOLERANCE = 1e-11
 # Guesses of the optimum, one after another: bound + share × gap.
@@ -80,7 +61,7 @@ def solve_plain(
     run = ExactSearch(work, pruner, deadline, milp)
     if start is not None:
         known = rounded.cost(start)
-        run.upper = known + START_MARGIN * abs(known)
+        run.upper = known + LIMITS.start_margin * abs(known)
     exact = _search(run)
     if start is None or run.incumbent or exact:
         choice = work.back_substitute(dict(run.incumbent), run.mark)
@@ -102,8 +83,8 @@ def solve_plain(
 def _search(run: ExactSearch) -> bool:
     """The cheapest choice below ``run.upper``; returns whether it is proven optimal."""
     work = run.network
-    hard = not is_eliminable(work, EASY_JOIN)
-    work.run(max_degree=2, max_weight=QUICK_JOIN, deadline=run.deadline)  # fewer nodes to prune
+    hard = not is_eliminable(work, LIMITS.easy_join)
+    work.run(max_degree=2, max_weight=LIMITS.quick_join, deadline=run.deadline)  # fewer nodes to prune
     if hard:  # sweeps spare many comparisons
         _timed(run, "bound", tighten)
     return finish_reduced(run)
@@ -114,12 +95,15 @@ def finish_reduced(run: ExactSearch) -> bool:
     work = run.network
     if not _is_closed(run) and not _is_too_dear(run):
         _timed(run, "reduce", quickly_reduce)
-        if not is_eliminable(work, EASY_JOIN):
+        if not is_eliminable(work, LIMITS.easy_join):
             _timed(run, "bound", tighten)
     if not _is_closed(run) and not _is_too_dear(run):
         _timed(run, "reduce", reduce)
     left = math.inf
-    while not (_is_closed(run) or _is_too_dear(run) or is_eliminable(work, EASY_JOIN)) and work.strategies < 0.9 * left:
+    while (
+        not (_is_closed(run) or _is_too_dear(run) or is_eliminable(work, LIMITS.easy_join))
+        and work.strategies < 0.9 * left
+    ):
         left = work.strategies
         _timed(run, "bound", tighten)
     return not _is_too_dear(run) and _timed(run, "core", finish_search)
@@ -153,10 +137,10 @@ def _largest_finite(array: np.ndarray) -> float:
 
 def quickly_reduce(run: ExactSearch) -> None:
     """Reduce while that is cheaper than the bounds."""
-    reduce(run, EASY_COMPARISONS, QUICK_JOIN)
+    reduce(run, LIMITS.easy_comparisons, LIMITS.quick_join)
 
 
-def reduce(run: ExactSearch, comparisons: int = MAX_COMPARISONS, join: int = MAX_JOIN) -> None:
+def reduce(run: ExactSearch, comparisons: int = LIMITS.max_comparisons, join: int = LIMITS.max_join) -> None:
     """Prune, and eliminate nodes of up to two neighbours, to a fixed point."""
     run.pruned += run.pruner.run(run.network, comparisons)
     while True:
@@ -176,7 +160,7 @@ def tighten(run: ExactSearch) -> None:
     tolerance = 0.0
     tried = dual.strategies
     marks = [(dual.bound, run.upper, tried)]
-    for _ in range(min(MAX_SWEEPS, run.most_sweeps)):
+    for _ in range(min(LIMITS.max_sweeps, run.most_sweeps)):
         dual.sweep(run.upper + tolerance, run.deadline)
         run.sweeps += 1
         choice = dual.decode()
@@ -189,7 +173,7 @@ def tighten(run: ExactSearch) -> None:
             break
         if dual.strategies < 0.8 * tried:
             tried = dual.strategies
-            if is_eliminable(run.network, EASY_JOIN, {node: len(kept) for node, kept in dual.kept.items()}):
+            if is_eliminable(run.network, LIMITS.easy_join, {node: len(kept) for node, kept in dual.kept.items()}):
                 break
     dual.sweep(run.upper + tolerance, run.deadline)
     run.bound = max(run.bound, dual.bound)
@@ -197,7 +181,7 @@ def tighten(run: ExactSearch) -> None:
     for node, kept in dual.kept.items():
         if len(kept) < run.network.sizes[node]:
             restrict(run.network, node, kept)
-    if tolerance < run.upper - run.bound < math.inf and not is_eliminable(run.network, EASY_JOIN):
+    if tolerance < run.upper - run.bound < math.inf and not is_eliminable(run.network, LIMITS.easy_join):
         try_guesses(run, dual)
     quickly_reduce(run)
 
@@ -229,11 +213,11 @@ def try_guesses(run: ExactSearch, dual: Dual) -> None:
 
 def _solve_trial(run: ExactSearch, trial: Eliminator, upper: float) -> dict[int, int] | None:
     """The best choice of remaining nodes, if it costs up to ``upper``; None if that takes long."""
-    joined, order = trial.cheapest_order(TRIAL_JOIN)
+    joined, order = trial.cheapest_order(LIMITS.trial_join)
     if joined < math.inf:
         trial.run(len(trial.sizes), sys.maxsize, order)
         return {}
-    if not run.milp or trial.strategies > TRIAL_STRATEGIES:
+    if not run.milp or trial.strategies > LIMITS.trial_strategies:
         return None
     left = max(run.deadline - time.perf_counter(), 1.0)
     found = solve_core(list(trial.core()), trial.sizes, upper=upper - trial.constant, time_limit=left)
@@ -244,13 +228,13 @@ def _solve_trial(run: ExactSearch, trial: Eliminator, upper: float) -> dict[int,
 
 def _stalled(marks: list[tuple[float, float, int]]) -> bool:
     """Whether the last sweeps found no better choice, removed nothing and hardly closed the gap."""
-    if len(marks) <= STALLED_SWEEPS:
+    if len(marks) <= LIMITS.stalled_sweeps:
         return False
-    (bound, upper, strategies), (bound_now, upper_now, strategies_now) = marks[-STALLED_SWEEPS - 1], marks[-1]
+    (bound, upper, strategies), (bound_now, upper_now, strategies_now) = marks[-LIMITS.stalled_sweeps - 1], marks[-1]
     if upper_now < upper or strategies_now < strategies:
         return False
     gap = upper_now - bound_now if math.isfinite(upper_now) else abs(bound_now)
-    return bound_now - bound < LEAST_PROGRESS * gap
+    return bound_now - bound < LIMITS.least_progress * gap
 
 
 def is_eliminable(network: Eliminator, max_join: int, sizes: Mapping[int, int] | None = None) -> bool:
@@ -262,9 +246,9 @@ def finish_search(run: ExactSearch) -> bool:
     """Choices for the core; returns whether they are proven optimal."""
     work = run.network
     run.core = len(work.alive), work.strategies
-    joined, order = work.cheapest_order(EASY_JOIN if _is_closed(run) else MAX_JOIN)
+    joined, order = work.cheapest_order(LIMITS.easy_join if _is_closed(run) else LIMITS.max_join)
     variables = variable_count(work.core())
-    if joined < (max(EASY_TOTAL, variables * JOINED_PER_VARIABLE) if run.milp else run.most_joined):
+    if joined < (max(LIMITS.easy_total, variables * LIMITS.joined_per_variable) if run.milp else run.most_joined):
         work.run(len(work.sizes), sys.maxsize, order)  # ties may fall otherwise than in trials
         run.incumbent, run.mark = {}, len(work.steps)
         if math.isinf(work.constant):
@@ -272,7 +256,11 @@ def finish_search(run: ExactSearch) -> bool:
         return True
     if _is_closed(run):
         return True
-    if run.incumbent and run.upper - run.bound <= CLOSE_TO_BOUND * abs(run.upper) and variables > LARGE_CORE:
+    if (
+        run.incumbent
+        and run.upper - run.bound <= LIMITS.close_to_bound * abs(run.upper)
+        and variables > LIMITS.large_core
+    ):
         return False
     if not run.milp and (run.upper < math.inf or time.perf_counter() > run.deadline):
         if run.upper == math.inf:

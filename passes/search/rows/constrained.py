@@ -13,6 +13,7 @@ from autoshard.passes.search.arrays import Classes
 from autoshard.passes.search.exact.elimination import Eliminator, Tables
 from autoshard.passes.search.exact.milp import MilpLimit, solve_core
 from autoshard.passes.search.exact.pruning import NO_CHOICE, Dual
+from autoshard.passes.search.limits import LIMITS
 from autoshard.passes.search.network import CLOSED_GAP, Array, Choice, Effort, Solution
 from autoshard.passes.search.rows.duality_gap import branch_and_bound, search_mixtures
 from autoshard.passes.search.rows.lagrangian import (
@@ -24,29 +25,6 @@ from autoshard.passes.search.rows.lagrangian import (
 )
 from autoshard.passes.search.rows.stacked import Stacked, priced_table, undecided
 from autoshard.passes.search.rows.tied_layers import Tied, tied_bound
-
-# Iterations of the bound for effort 1: at first, and after pruning.
-FIRST_ITERATIONS = 12
-ITERATIONS = 48
-# Sufficient relative gap: closing it would cost a plan of many layers its regularity.
-ENOUGH = 2e-3
-# Turns between tied and untied layers, and rounds of column generation, for effort 1.
-TIED_TURNS = 5
-COLUMN_ROUNDS = 60
-# Mixtures tried.
-MIXTURES = 8
-# Sweeps of message passing.
-SWEEPS = 8
-# Entries up to which the MILP solves a problem, directly and after pruning.
-DIRECT_MILP_ENTRIES = 500
-MILP_ENTRIES = 10_000
-# Message passing does not shrink a problem by more than this factor.
-HOPELESS = 30
-# Entries × nodes of the MILP's tree, for effort 1.
-MILP_WORK = 400_000
-# First range of the MILP above the bound, relative to it; each failure quadruples it.
-FIRST_LOOK = 0.002
-MAX_LOOKS = 6
 
 
 def solve_within(
@@ -77,7 +55,7 @@ def solve_alike(
         return lower - within, choice
 
     search = LagrangianSearch(tied.problem, prices, reduced)
-    start_search(search, effort, ENOUGH)
+    start_search(search, effort, LIMITS.enough)
     if search.choice is None:
         raise PlanError("no choice within the limits of all rows was found")
     once = not effort.rough and not np.isinf(problem.prices).any()  # several searches need few bounds
@@ -91,7 +69,7 @@ def solve_alike(
         generate_columns(search, effort)
     part, found = search.part, search.solution()
     found = replace(found, choice=tied.lifted(found.choice), exact=False)
-    for _ in range(0 if effort.rough else TIED_TURNS):
+    for _ in range(0 if effort.rough else LIMITS.tied_turns):
         seen = np.array(list(search.seen))
         chosen = [np.unique(strategies) for strategies in seen.T]
         kept = {i: chosen[k] for i, k in enumerate(tied.of)}
@@ -105,7 +83,7 @@ def solve_alike(
             choice = tuple(int(strategies[places.get(i, 0)]) for i, strategies in kept.items())
             found = replace(found, choice=choice, cost=each.cost)
         most = min(found.cost, inner.part.bound)  # other strategies can gain only below this
-        if most - part.bound <= ENOUGH * abs(found.cost) or not better:
+        if most - part.bound <= LIMITS.enough * abs(found.cost) or not better:
             break
         raise_bound(search, np.array(each.prices))
         if len(search.seen) == len(seen):
@@ -117,7 +95,7 @@ def solve_alike(
     lower, decoded = proof(at)
     choice = decoded()
     cost = problem.total(choice)
-    if found.cost - cost > ENOUGH * abs(cost):  # tied nodes had to differ
+    if found.cost - cost > LIMITS.enough * abs(cost):  # tied nodes had to differ
         found = replace(found, choice=choice, cost=cost)
     return found.bounded(lower)
 
@@ -129,12 +107,12 @@ def generate_columns(search: LagrangianSearch, effort: Effort) -> None:
     Source: Dantzig and Wolfe, Decomposition principle for linear programs (1960).
     """
     part, problem = search.part, search.first
-    for _ in range(effort.of(COLUMN_ROUNDS)):
+    for _ in range(effort.of(LIMITS.column_rounds)):
         seen = np.array(list(search.seen))
         kept = {i: np.unique(seen[:, i]) for i in range(len(problem.sizes))}
         some = LagrangianSearch(problem.restricted(kept), part.prices.tolist())
-        maximise_bound(some, some.part, ITERATIONS, ENOUGH / 2)
-        if some.part.bound - part.bound <= ENOUGH / 2 * abs(some.part.bound):
+        maximise_bound(some, some.part, LIMITS.iterations, LIMITS.enough / 2)
+        if some.part.bound - part.bound <= LIMITS.enough / 2 * abs(some.part.bound):
             return
         raise_bound(search, some.part.prices)
         if len(search.seen) == len(seen):
@@ -160,18 +138,18 @@ def run_search(
     search = LagrangianSearch(problem, prices, reduced)
     stats = search.stats
     start_search(search, effort)
-    if _problem_entries(search.part.problem) <= DIRECT_MILP_ENTRIES:
+    if _problem_entries(search.part.problem) <= LIMITS.direct_milp_entries:
         stats["looks"] = close_gap(search, effort)
-    if search.gap(search.bound) > ENOUGH:
+    if search.gap(search.bound) > LIMITS.enough:
         if search.part.elimination is None:
             drop_dear_strategies(search)
         quick = search.part.elimination is not None
-        maximise_bound(search, search.part, ITERATIONS if quick else effort.of(ITERATIONS), ENOUGH)
+        maximise_bound(search, search.part, LIMITS.iterations if quick else effort.of(LIMITS.iterations), LIMITS.enough)
         search.bound = max(search.bound, search.part.bound)
-        stats["mixtures"] = search_mixtures(search, search.part, ENOUGH, MIXTURES)
-        stats["branches"] = branch_and_bound(search, ENOUGH, effort)
-    hopeless = _problem_entries(search.part.problem) > HOPELESS * effort.of(MILP_ENTRIES)
-    if search.gap(search.bound) > ENOUGH and "looks" not in stats and not hopeless:
+        stats["mixtures"] = search_mixtures(search, search.part, LIMITS.enough, LIMITS.mixtures)
+        stats["branches"] = branch_and_bound(search, LIMITS.enough, effort)
+    hopeless = _problem_entries(search.part.problem) > LIMITS.hopeless * effort.of(LIMITS.milp_entries)
+    if search.gap(search.bound) > LIMITS.enough and "looks" not in stats and not hopeless:
         stats["looks"] = close_gap(search, effort)
     if search.choice is None:
         raise PlanError("no choice within the limits of all rows was found")
@@ -182,10 +160,10 @@ def start_search(search: LagrangianSearch, effort: Effort, gap: float = CLOSED_G
     """A feasible choice and a bound, up to ``gap``. Raises PlanError if nothing is feasible."""
     maximise_bound(search, search.part, 1)
     if search.choice is None:
-        maximise_bound(search, search.part, effort.of(FIRST_ITERATIONS))
+        maximise_bound(search, search.part, effort.of(LIMITS.first_iterations))
     if search.choice is None:
         find_feasible(search, effort)
-    maximise_bound(search, search.part, effort.of(FIRST_ITERATIONS), gap)
+    maximise_bound(search, search.part, effort.of(LIMITS.first_iterations), gap)
     search.bound = search.part.bound
 
 
@@ -204,7 +182,7 @@ def find_feasible(search: LagrangianSearch, effort: Effort) -> None:
     else:
         prices = np.where(np.isinf(problem.prices), 1 / problem.scale, 0.0)
         only = LagrangianSearch(replace(part.problem.costless(), prices=prices))
-        maximise_bound(only, only.part, effort.of(ITERATIONS))
+        maximise_bound(only, only.part, effort.of(LIMITS.iterations))
         only.bound = only.part.bound
         if only.total > 0 and not only.closed:
             close_gap(only, effort)
@@ -226,7 +204,7 @@ def drop_dear_strategies(search: LagrangianSearch) -> None:
     """Drop the strategies of no choice better than the best."""
     part = search.part
     kept = _within_reach(
-        part, search.total * (1 + CLOSED_GAP) if search.total > 0 else search.total * (1 - CLOSED_GAP), SWEEPS
+        part, search.total * (1 + CLOSED_GAP) if search.total > 0 else search.total * (1 - CLOSED_GAP), LIMITS.sweeps
     )
     dropped = {i: k for i, k in enumerate(kept) if len(k) < part.problem.sizes[i]}
     if all(map(len, kept)):
@@ -235,13 +213,13 @@ def drop_dear_strategies(search: LagrangianSearch) -> None:
 
 def close_gap(search: LagrangianSearch, effort: Effort) -> int:
     """Prune by the Lagrangian bound and solve the rest as a MILP, ever further above the bound."""
-    small = _problem_entries(search.part.problem) <= DIRECT_MILP_ENTRIES
-    looks, reach = 0, 0.0 if small else FIRST_LOOK * abs(search.bound)
+    small = _problem_entries(search.part.problem) <= LIMITS.direct_milp_entries
+    looks, reach = 0, 0.0 if small else LIMITS.first_look * abs(search.bound)
     while not search.closed:
-        last = looks == MAX_LOOKS or not 0 < reach < math.inf
+        last = looks == LIMITS.max_looks or not 0 < reach < math.inf
         target = search.total if last else min(search.total, search.bound + reach)
         looks += 1
-        completed = _search_below(search, target, effort, 0 if small else SWEEPS)
+        completed = _search_below(search, target, effort, 0 if small else LIMITS.sweeps)
         if last or not completed or target == search.total:
             break
         reach *= 4
@@ -291,8 +269,8 @@ def solve_programme(search: LagrangianSearch, kept: list[Classes], target: float
         problem.sizes,
         upper=target,
         limits=limits,
-        most_nodes=effort.of(MILP_WORK / max(_problem_entries(problem), 1)),
-        most_entries=effort.of(MILP_ENTRIES),
+        most_nodes=effort.of(LIMITS.milp_work / max(_problem_entries(problem), 1)),
+        most_entries=effort.of(LIMITS.milp_entries),
     )
     if found.choice is not None:
         search.offer(part.original([found.choice[i] for i in range(len(problem.sizes))]))

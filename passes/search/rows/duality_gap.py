@@ -15,15 +15,11 @@ import numpy as np
 from autoshard.errors import PlanError
 from autoshard.passes.search.arrays import Classes
 from autoshard.passes.search.exact.elimination import by_join
+from autoshard.passes.search.limits import LIMITS
 from autoshard.passes.search.network import Array, Choice, Effort
 from autoshard.passes.search.rows.lagrangian import ChoicePart, LagrangianSearch, maximise_bound
 from autoshard.passes.search.rows.relaxation import Elimination
 from autoshard.passes.search.rows.stacked import Stacked
-
-# Most moves per node.
-MAX_FLIPS_PER_NODE = 2.0
-# Least relative gain.
-MIN_FLIP_GAIN = 1e-9
 
 
 def flip_nodes(problem: Stacked, slack: Array, choice: Sequence[int]) -> Choice:
@@ -32,7 +28,7 @@ def flip_nodes(problem: Stacked, slack: Array, choice: Sequence[int]) -> Choice:
     ``slack``: tolerated excess per row.
     """
     state = _FlipState(problem, slack, choice)
-    for _ in range(int(MAX_FLIPS_PER_NODE * len(problem.sizes))):
+    for _ in range(int(LIMITS.max_flips_per_node * len(problem.sizes))):
         at = state.best()
         if at is None:
             break
@@ -99,7 +95,7 @@ class _FlipState:
             return int(nearer[np.argmin(more[nearer] / (now - left[nearer]))])
         more[left > 0] = np.inf
         at = int(np.argmin(more))
-        least = MIN_FLIP_GAIN * abs(self.cost) if np.isfinite(self.cost) else 0.0
+        least = LIMITS.min_flip_gain * abs(self.cost) if np.isfinite(self.cost) else 0.0
         return at if more[at] < -least else None
 
     def take(self, at: int) -> None:
@@ -116,8 +112,6 @@ class _FlipState:
 FREE_SHARE = 1 / 20
 # First shift of a border, as a share of nodes: beyond the nodes that were free.
 BORDER_STEP = 2 * FREE_SHARE
-# Factor on the price of a hard row's excess while borders move.
-HARD_ROW_FACTOR = 3.0
 
 
 def search_mixtures(search: LagrangianSearch, part: ChoicePart, enough: float, trials: int) -> int:
@@ -137,7 +131,7 @@ class _Borders:
         self.choices = np.array(choices)
         self.count = len(part.problem.sizes)
         most = part.problem.prices
-        self.charge = np.where(np.isinf(most), HARD_ROW_FACTOR * part.prices, most)
+        self.charge = np.where(np.isinf(most), LIMITS.hard_row_factor * part.prices, most)
         self.pairs = np.array([scope for scope in part.problem.factors if len(scope) == 2]).reshape(-1, 2)
         self.tried: dict[tuple[int, ...], float] = {}
 
@@ -196,23 +190,13 @@ class _Borders:
         return len(self.tried)
 
 
-# Iterations of a branch's bound, and their first box.
-BRANCH_ITERATIONS = 8
-BRANCH_BOX = 0.3
-# Branches for effort 1, and entries that they may compute (a billion takes about a second).
-BRANCHES = 24
-BRANCH_WORK = 4_000_000_000
-# Mixtures tried per branch.
-BRANCH_MIXTURES = 2
-
-
 def branch_and_bound(search: LagrangianSearch, enough: float, effort: Effort) -> int:
     """Narrow the gap of a search to ``enough``; returns the number of branches."""
     if not effort.branches:
         return 0
     leaves: list[tuple[float, int, ChoicePart]] = [(search.part.bound, 0, search.part)]
-    made, most = 0, search.work + BRANCH_WORK * effort.part
-    while leaves and made < BRANCHES * effort.part and search.work < most:
+    made, most = 0, search.work + LIMITS.branch_work * effort.part
+    while leaves and made < LIMITS.branches * effort.part and search.work < most:
         if search.gap(leaves[0][0]) <= enough:
             break
         bound, _, part = heapq.heappop(leaves)
@@ -225,11 +209,11 @@ def branch_and_bound(search: LagrangianSearch, enough: float, effort: Effort) ->
             made += 1
             half = part.restricted({node: kept})
             try:
-                maximise_bound(search, half, BRANCH_ITERATIONS, enough / 2, BRANCH_BOX)
+                maximise_bound(search, half, LIMITS.branch_iterations, enough / 2, LIMITS.branch_box)
             except PlanError:
                 continue
             if search.gap(half.bound) > enough:
-                search_mixtures(search, half, enough, BRANCH_MIXTURES)
+                search_mixtures(search, half, enough, LIMITS.branch_mixtures)
             heapq.heappush(leaves, (half.bound, made, half))
         leaves = [leaf for leaf in leaves if leaf[0] < search.total]
         heapq.heapify(leaves)

@@ -19,8 +19,9 @@ import numpy as np
 from autoshard.errors import PlanError
 from autoshard.passes.search.arrays import Classes
 from autoshard.passes.search.exact.milp import highs_solver, run_highs
-from autoshard.passes.search.exact.pruning import EASY_COMPARISONS, NO_CHOICE, least_difference
+from autoshard.passes.search.exact.pruning import NO_CHOICE, least_difference
 from autoshard.passes.search.exact.solver import solve_plain
+from autoshard.passes.search.limits import LIMITS
 from autoshard.passes.search.network import CLOSED_GAP, Array, Choice, Solution
 from autoshard.passes.search.rows.relaxation import Elimination, planned_elimination
 from autoshard.passes.search.rows.stacked import Stacked, priced_table
@@ -30,8 +31,6 @@ Probe = tuple[float, Array]
 Key = tuple[tuple[int, int], ...]
 """the tables at a node: (number, axis; −1 for its own vector)"""
 
-# With more soft rows there are too many corners: then each row must gain on its own.
-MAX_CORNERS = 3
 # A relative gain below this may be rounding.
 NOISE = 1e-12
 
@@ -39,7 +38,7 @@ NOISE = 1e-12
 def probes(problem: Stacked) -> list[Probe]:
     soft = np.flatnonzero(np.isfinite(problem.prices))
     single = np.eye(len(problem.prices))
-    if len(soft) > MAX_CORNERS:
+    if len(soft) > LIMITS.max_corners:
         return [(1.0, np.zeros(len(single))), *((0.0, row) for row in single)]
     most = np.where(np.isfinite(problem.prices), problem.prices, 0.0)
     corners = {tuple(most * single[list(chosen)].sum(axis=0)) for chosen in _subsets(soft.tolist())}
@@ -119,7 +118,7 @@ class Dominance:
     def _is_easy(self, number: int, axis: int) -> bool:
         """Whether comparing all slices of a stack along an axis is cheap."""
         stack = self.problem.stacks[number]
-        return int(stack[0].size * stack.shape[1 + axis]) * len(self.probes) <= EASY_COMPARISONS
+        return int(stack[0].size * stack.shape[1 + axis]) * len(self.probes) <= LIMITS.easy_comparisons
 
     def least(self, number: int, axis: int, probe: int) -> Array:
         """Least saving of one class of slices over another, at a probe."""
@@ -133,8 +132,6 @@ class Dominance:
 RowPrices = Sequence[float] | None
 """of rows"""
 
-# Least relative gain that a step must promise.
-LEAST_STEP = 1e-6
 # Tolerated excess of a row relative to its largest sum: rounding.
 ROW_SLACK = 1e-13
 
@@ -324,7 +321,7 @@ def maximise_bound(
         prices, model, held = _solve_master(part, radius)
         if held and better:
             radius = radius * 2
-        if model - part.bound <= LEAST_STEP * abs(model):
+        if model - part.bound <= LIMITS.least_step * abs(model):
             if not held:
                 return
             radius = radius * 4

@@ -16,6 +16,7 @@ from autoshard.errors import PlanError
 from autoshard.passes.search.arrays import Classes, joint_classes
 from autoshard.passes.search.exact.elimination import Eliminator, FactorSpan, Order, Tables, min_sum
 from autoshard.passes.search.exact.pruning import NO_CHOICE
+from autoshard.passes.search.limits import LIMITS
 from autoshard.passes.search.network import Array, Choice
 from autoshard.passes.search.rows.stacked import Stacked, UndecidedProblem, priced_table, undecided
 
@@ -146,13 +147,6 @@ class Tape(Tables):
         return self._together([self.maps[t][axes.index(axis)] for t, axes in spanning])
 
 
-# Limits in entries for elimination at every price: the largest join (as if all strategies differed),
-# all tables, all joins.
-LARGEST_JOIN = 10_000_000_000
-ALL_TABLES = 50_000_000
-ALL_JOINS = 500_000_000
-# Work of reading out a node's choice, in entries.
-NODE_WORK = 40_000
 # Bits for the sum of all costs: sums are exact and independent of their order.
 GRID_BITS = 50
 
@@ -163,11 +157,11 @@ def planned_elimination(problem: Stacked) -> Elimination | None:
     work = Eliminator(Tables(), list(left.problem.sizes))
     for scope in left.problem.factors:
         work.touch(scope)
-    joined, order = work.cheapest_order(LARGEST_JOIN)
+    joined, order = work.cheapest_order(LIMITS.largest_row_join)
     if math.isinf(joined):
         return None
     planned = Elimination(problem, order, left)
-    return planned if planned.tape.entries <= ALL_TABLES and planned.tape.work <= ALL_JOINS else None
+    return planned if planned.tape.entries <= LIMITS.all_tables and planned.tape.work <= LIMITS.all_joins else None
 
 
 class Elimination:
@@ -189,7 +183,7 @@ class Elimination:
     @property
     def work(self) -> int:
         """Entries that a solve computes, plus the work of reading out choices."""
-        return self.tape.work + NODE_WORK * self._count
+        return self.tape.work + LIMITS.node_work * self._count
 
     def solve(self, prices: Array, unit: float = 1.0) -> tuple[Choice, float]:
         """The cheapest choice, and its value: ``unit`` × cost + row sums at ``prices``."""

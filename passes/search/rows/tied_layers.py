@@ -15,24 +15,9 @@ from typing import Any
 from autoshard.passes.search.arrays import Matrix, transpose_matrix, weighted_sum
 from autoshard.passes.search.exact.elimination import Eliminator, Scope, Tables
 from autoshard.passes.search.exact.pruning import Dual, deduplicated_entries
+from autoshard.passes.search.limits import LIMITS
 from autoshard.passes.search.network import Array, Choice, CostNetwork
 from autoshard.passes.search.rows.stacked import Stacked
-
-# Tie if the classes are at most this share of the nodes.
-MAX_TIED_SHARE = 0.5
-# Entries of the largest join before message passing.
-QUICK_JOIN = 3_000_000
-# Sweeps of message passing, and the least relative gain of four of them: between classes, which is
-# cheap, and near irregular nodes.
-TIED_SWEEPS = 120
-LEAST_GAIN = 3e-5
-LEAST_GAIN_NEAR = 1e-4
-# Final sweeps through all copies: messages travel from the first and last layers to those between.
-# With more than LITTLE entries, only if the classes promise a gain above this share of the bound.
-# More than one sweep, only if that may reach a sufficient bound.
-LAST_SWEEPS = 3
-LAST_SWEEP_ENTRIES = 500_000_000
-PROMISED = 1e-3
 
 
 @dataclass(frozen=True)
@@ -50,7 +35,7 @@ class Tied:
 def tie_layers(problem: Stacked, labels: Sequence[Hashable | None]) -> Tied | None:
     """Ties nodes of one label and equal tables; None if that makes the problem hardly smaller."""
     of = _class_numbers([(label, problem.factors[i,]) if label is not None else i for i, label in enumerate(labels)])
-    if max(of) + 1 > MAX_TIED_SHARE * len(of):
+    if max(of) + 1 > LIMITS.max_tied_share * len(of):
         return None
     copies = Counter((tuple([of[i] for i in scope]), number) for scope, number in problem.factors.items())
     counts: dict[Scope, Counter[int]] = {}
@@ -79,7 +64,7 @@ def tied_bound(network: CostNetwork, of: Sequence[int], enough: float = math.inf
     alike. Messages are float32, the bound is float64.
     """
     whole = Eliminator.of(network, Tables())
-    whole.run(max_degree=2, max_weight=QUICK_JOIN)
+    whole.run(max_degree=2, max_weight=LIMITS.quick_join)
     nodes = sorted(whole.alive)
     if not nodes:
         return whole.constant, lambda: _full_choice(whole, {})
@@ -88,24 +73,24 @@ def tied_bound(network: CostNetwork, of: Sequence[int], enough: float = math.inf
     quotient, shares = _quotient(whole, at)
     between = Dual(quotient, single=True)
     del quotient  # its float64 tables are twice as large
-    _converge(between, LEAST_GAIN)
+    _converge(between, LIMITS.least_gain)
     messages, promised = _copy_messages(whole, at, between, shares), between.bound
     del between
     kinds: dict[Scope, tuple[Any, ...]] = {s: (*_class_scope(s, at), table) for s, table in whole.factors.items()}
-    last = deduplicated_entries(whole) <= LAST_SWEEP_ENTRIES
+    last = deduplicated_entries(whole) <= LIMITS.last_sweep_entries
     if math.isinf(enough) or not last:
         rough = Dual(whole, single=True)
         _begin_with(rough, messages, kinds)
         near = _nodes_near_rare(nodes, _unlike_their_copies(at, kinds), len(nodes) / max(Counter(classes).values()))
-        _converge(rough, LEAST_GAIN_NEAR, near)
+        _converge(rough, LIMITS.least_gain_near, near)
         for scope in rough.edges:
             if not near.isdisjoint(scope):
                 messages[scope], kinds[scope] = rough.moved(scope), (scope,)
         del rough
     dual = Dual(whole, alike=True)
     _begin_with(dual, messages, kinds)
-    if last or promised - dual.bound > PROMISED * abs(dual.bound):
-        for _ in range(LAST_SWEEPS):
+    if last or promised - dual.bound > LIMITS.promised * abs(dual.bound):
+        for _ in range(LIMITS.last_sweeps):
             before = dual.bound
             dual.sweep(math.inf)
             if not 0 < enough - dual.bound <= dual.bound - before:  # reached, or out of reach of one more
@@ -148,7 +133,7 @@ def _class_scope(scope: Scope, at: Mapping[int, int]) -> tuple[Scope, bool]:
 def _converge(dual: Dual, least_gain: float, among: frozenset[int] | None = None) -> None:
     """Sweep until the bound hardly rises."""
     before = -math.inf
-    for sweep in range(TIED_SWEEPS):
+    for sweep in range(LIMITS.tied_sweeps):
         dual.sweep(math.inf, among=among)
         if sweep % 4 == 3:
             if dual.bound - before <= least_gain * abs(dual.bound):

@@ -39,7 +39,7 @@ from autoshard.passes.propagate.prices.roofline import fused_traffic, local_nume
 from autoshard.passes.redistribute import redistribution
 from autoshard.passes.redistribute.pricing import UNSHARED_MESSAGES
 from autoshard.passes.search import Solution
-from autoshard.passes.search.rows.constrained import ENOUGH
+from autoshard.passes.search.limits import LIMITS
 from autoshard.plans.plan import Plan
 
 
@@ -88,7 +88,7 @@ def test_no_hint_beats_a_plan_that_is_called_optimal(seed: int) -> None:
             continue
         check_sums(hinted)
         assert hinted.plan.cost.total_s >= free.plan.cost.total_s * (1 - 1e-9), hints
-        assert hinted.plan.cost.total_s <= hinted.plan.lower_bound * (1 + ENOUGH)
+        assert hinted.plan.cost.total_s <= hinted.plan.lower_bound * (1 + LIMITS.enough)
         assert "the cost model with the layouts given" in " ".join(str(hinted.plan).split())
         tried += 1
         if tried == 4:

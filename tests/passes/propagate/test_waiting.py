@@ -23,7 +23,7 @@ from autoshard.passes.propagate.edges import conversion_parts
 from autoshard.passes.propagate.prices.collective_overheads import SkewSeconds, synchronization_skew
 from autoshard.passes.propagate.prices.roofline import optimizer_seconds
 from autoshard.passes.redistribute.pricing import MessageShares
-from autoshard.passes.search.rows.constrained import ENOUGH
+from autoshard.passes.search.limits import LIMITS
 from autoshard.plans.plan import Plan
 
 WAITS = ((1e-4, 1e-4), (1e-3, 2e-4), (1e-2, 4e-4))
@@ -50,7 +50,7 @@ def test_what_is_searched_is_what_the_plan_costs(seed: int) -> None:
     found = compiled(graph, autoshard.Mesh(axes, hardware(((0.0, 1e-3), (r.choice((1e-6, 1.0)), 2e-3)))))
     cost = found.plan.cost
     assert cost.total_s == pytest.approx(found.program.assignment.solution.cost, rel=1e-9)
-    assert found.plan.lower_bound == pytest.approx(cost.total_s, rel=ENOUGH)
+    assert found.plan.lower_bound == pytest.approx(cost.total_s, rel=LIMITS.enough)
     sent = sum(c.seconds for c in found.plan.collectives)
     assert sent + cost.local_s == pytest.approx(cost.comm_s - cost.merged_s, rel=1e-9)
     free = compiled(graph, autoshard.Mesh(axes, hardware(()))).plan.cost.total_s

@@ -12,8 +12,8 @@ from autoshard.errors import PlanError
 from autoshard.passes.search import CostNetwork, LinearRow, Prepared, prepared, solve
 from autoshard.passes.search.exact.elimination import Eliminator, Tables
 from autoshard.passes.search.exact.pruning import Dual, _Edge
+from autoshard.passes.search.limits import LIMITS
 from autoshard.passes.search.network import Effort
-from autoshard.passes.search.rows import constrained, tied_layers
 from autoshard.passes.search.rows.tied_layers import tied_bound
 
 
@@ -122,19 +122,19 @@ def test_what_the_ends_want_is_shared_by_the_layers_between(monkeypatch: pytest.
         return 1 - np.array(found) / least
 
     assert gaps().max() < 1e-9  # what has two neighbours is joined
-    monkeypatch.setattr(tied_layers, "QUICK_JOIN", 0)
+    monkeypatch.setattr(LIMITS, "quick_join", 0)
     assert gaps().mean() < 0.04
-    monkeypatch.setattr(tied_layers, "LAST_SWEEP_ENTRIES", 0)  # as if the tables were large: much is promised
+    monkeypatch.setattr(LIMITS, "last_sweep_entries", 0)  # as if the tables were large: much is promised
     assert gaps().mean() < 0.04
-    monkeypatch.setattr(tied_layers, "LAST_SWEEPS", 0)
+    monkeypatch.setattr(LIMITS, "last_sweeps", 0)
     assert gaps().mean() > 0.2
 
 
 @pytest.mark.slow
 def test_what_is_joined_unlike_its_copies_is_swept_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """But where some bound is enough; before the sweeps through all copies, which make up for most of it here."""
-    monkeypatch.setattr(tied_layers, "QUICK_JOIN", 0)
-    monkeypatch.setattr(tied_layers, "LAST_SWEEPS", 0)
+    monkeypatch.setattr(LIMITS, "quick_join", 0)
+    monkeypatch.setattr(LIMITS, "last_sweeps", 0)
     networks = [diamonds(seed, 20) for seed in range(24)]
     with_them, without = ([tied_bound(*each, enough=enough)[0] for each in networks] for enough in (math.inf, 1e9))
     assert all(a >= b for a, b in zip(with_them, without, strict=True))
@@ -145,7 +145,7 @@ def test_what_is_joined_unlike_its_copies_is_swept_by_itself(monkeypatch: pytest
 
 @pytest.mark.slow
 def test_one_sweep_more_may_be_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tied_layers, "QUICK_JOIN", 0)
+    monkeypatch.setattr(LIMITS, "quick_join", 0)
     networks = [diamonds(seed, 20) for seed in range(24)]
     least = [solve(network).cost for network, _ in networks]
 
@@ -155,7 +155,7 @@ def test_one_sweep_more_may_be_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         return sum(lower >= cost * (1 - 1e-9) for lower, cost in zip(found, least, strict=True))
 
     several = reached()
-    monkeypatch.setattr(tied_layers, "LAST_SWEEPS", 1)
+    monkeypatch.setattr(LIMITS, "last_sweeps", 1)
     assert 0 < reached() < several < len(networks)
 
 
@@ -170,8 +170,8 @@ def test_alike_nodes_differ_where_that_costs_less(monkeypatch: pytest.MonkeyPatc
 
     found = costs()
     assert (found >= least - 1e-9).all()
-    assert (found / least).max() < 1 + constrained.ENOUGH
-    monkeypatch.setattr(constrained, "ENOUGH", math.inf)
+    assert (found / least).max() < 1 + LIMITS.enough
+    monkeypatch.setattr(LIMITS, "enough", math.inf)
     assert (costs() / least).mean() > 1.03
 
 

@@ -17,6 +17,7 @@ from autoshard.errors import PlanError
 from autoshard.passes.search import CostNetwork, solve
 from autoshard.passes.search.exact import solver
 from autoshard.passes.search.exact.milp import CoreSolution
+from autoshard.passes.search.limits import LIMITS
 from autoshard.passes.search.network import Array
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
@@ -185,8 +186,8 @@ def test_what_was_not_found_in_time_is_not_proven_to_be_none(monkeypatch: pytest
     pairs = itertools.combinations(range(9), 2)
     network = CostNetwork((np.zeros(6),) * 9, tuple((i, j, generator.random((6, 6))) for i, j in pairs))
     best = solve_below(network, math.inf, math.inf).cost
-    monkeypatch.setattr(solver, "MAX_JOIN", 0)
-    monkeypatch.setattr(solver, "EASY_JOIN", 0)
+    monkeypatch.setattr(LIMITS, "max_join", 0)
+    monkeypatch.setattr(LIMITS, "easy_join", 0)
     monkeypatch.setattr(solver.Eliminator, "cost", lambda self, choice: math.inf)  # nor do the messages find one
     monkeypatch.setattr(solver, "solve_core", lambda *args, **kwargs: CoreSolution(None, -math.inf, False))
     found = solve_below(network, math.inf, math.inf)

@@ -14,8 +14,9 @@ from autoshard.errors import PlanError
 from autoshard.passes.search import CostNetwork, LinearRow, solve
 from autoshard.passes.search.arrays import CompactMatrix, Matrix, dense_matrix, stored_values
 from autoshard.passes.search.exact.solver import solve_plain
+from autoshard.passes.search.limits import LIMITS
 from autoshard.passes.search.network import FULL
-from autoshard.passes.search.rows import constrained, duality_gap, lagrangian
+from autoshard.passes.search.rows import constrained, lagrangian
 from autoshard.passes.search.rows.relaxation import planned_elimination
 from autoshard.passes.search.rows.stacked import Stacked, stack_rows, undecided
 
@@ -140,20 +141,18 @@ def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small problems go the way of large ones: prices, mixtures, branches, message passing, the MILP."""
-    monkeypatch.setattr(constrained, "DIRECT_MILP_ENTRIES", 0)
-    monkeypatch.setattr(constrained, "ENOUGH", 1e-9)
+    monkeypatch.setattr(LIMITS, "direct_milp_entries", 0)
+    monkeypatch.setattr(LIMITS, "enough", 1e-9)
 
 
 @pytest.mark.slow_cases("0-taken1")
 @pytest.mark.usefixtures("as_if_large")
-@pytest.mark.parametrize(
-    ("most", "taken"), [(duality_gap.BRANCHES, ("mixtures", "branches")), (0, ("mixtures", "looks"))]
-)
+@pytest.mark.parametrize(("most", "taken"), [(LIMITS.branches, ("mixtures", "branches")), (0, ("mixtures", "looks"))])
 def test_the_way_of_large_problems_is_exact_too(
     most: int, taken: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By branches, and, where there are none, by the MILP of what message passing leaves."""
-    monkeypatch.setattr(duality_gap, "BRANCHES", most)
+    monkeypatch.setattr(LIMITS, "branches", most)
     steps = [check(seed) for seed in range(300, 350)]
     for name in taken:
         assert any(step.get(name) for step in steps), name
@@ -161,8 +160,8 @@ def test_the_way_of_large_problems_is_exact_too(
 
 @pytest.mark.usefixtures("as_if_large")
 def test_bounds_hold_where_the_work_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constrained, "MILP_ENTRIES", 0)
-    monkeypatch.setattr(duality_gap, "BRANCHES", 3)
+    monkeypatch.setattr(LIMITS, "milp_entries", 0)
+    monkeypatch.setattr(LIMITS, "branches", 3)
     ends = {True: 0, False: 0}
     for seed in range(400, 430):
         network, rows = instance(seed)

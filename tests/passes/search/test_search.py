@@ -20,6 +20,7 @@ from autoshard.passes.search.exact.elimination import ORDERS, Eliminator, Order,
 from autoshard.passes.search.exact.milp import solve_core
 from autoshard.passes.search.exact.pruning import Dual
 from autoshard.passes.search.exact.solver import finish_search, solve_plain
+from autoshard.passes.search.limits import LIMITS
 
 
 def costs(draw: st.DrawFn, *shape: int, forbidden: float = 0.15) -> np.ndarray:
@@ -61,11 +62,11 @@ def route(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every way through the solver: all by elimination, message passing before it, suppositions, and the MILP for the core."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "eliminate":
-            patch.setattr(solver, "EASY_JOIN", 1)
+            patch.setattr(LIMITS, "easy_join", 1)
         if request.param in ("guess", "milp"):
-            patch.setattr(solver, "MAX_JOIN", 12)
-            patch.setattr(solver, "MAX_SWEEPS", 1)
-            patch.setattr(solver, "TRIAL_JOIN", 12)
+            patch.setattr(LIMITS, "max_join", 12)
+            patch.setattr(LIMITS, "max_sweeps", 1)
+            patch.setattr(LIMITS, "trial_join", 12)
             patch.setattr(solver, "GUESSES", (1e-3, 0.5, 1.0) if request.param == "guess" else ())
         yield request.param
 
@@ -128,9 +129,9 @@ def test_the_order_of_the_smaller_joins_is_taken(monkeypatch: pytest.MonkeyPatch
 
 def test_the_milp_route_uses_the_milp(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    monkeypatch.setattr(solver, "EASY_JOIN", 1)
-    monkeypatch.setattr(solver, "MAX_JOIN", 12)
-    monkeypatch.setattr(solver, "MAX_SWEEPS", 1)
+    monkeypatch.setattr(LIMITS, "easy_join", 1)
+    monkeypatch.setattr(LIMITS, "max_join", 12)
+    monkeypatch.setattr(LIMITS, "max_sweeps", 1)
     monkeypatch.setattr(solver, "solve_core", lambda *a, **k: called.append(1) or solve_core(*a, **k))
     network = dense(np.random.default_rng(3), nodes=7, size=3, forbidden=0.0)
     assert solve(network).cost == brute_force(network)
@@ -141,29 +142,29 @@ def test_the_milp_takes_over_where_joins_would_cost_more(monkeypatch: pytest.Mon
     """Cells of a loop share their weights: few variables, but joins over all weights at once."""
     called = []
     monkeypatch.setattr(solver, "solve_core", lambda *a, **k: called.append(1) or solve_core(*a, **k))
-    monkeypatch.setattr(solver, "EASY_JOIN", 1)
-    monkeypatch.setattr(solver, "MAX_SWEEPS", 1)
+    monkeypatch.setattr(LIMITS, "easy_join", 1)
+    monkeypatch.setattr(LIMITS, "max_sweeps", 1)
     network = dense(np.random.default_rng(3), nodes=7, size=3, forbidden=0.0)
     assert solve(network).cost == brute_force(network)
     assert not called
-    monkeypatch.setattr(solver, "EASY_TOTAL", 1)
-    monkeypatch.setattr(solver, "JOINED_PER_VARIABLE", 1)
+    monkeypatch.setattr(LIMITS, "easy_total", 1)
+    monkeypatch.setattr(LIMITS, "joined_per_variable", 1)
     assert solve(network).cost == brute_force(network)
     assert called
 
 
 def test_of_a_large_core_a_choice_close_to_the_bound_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solver, "EASY_JOIN", 1)
-    monkeypatch.setattr(solver, "MAX_JOIN", 12)
-    monkeypatch.setattr(solver, "MAX_SWEEPS", 1)
+    monkeypatch.setattr(LIMITS, "easy_join", 1)
+    monkeypatch.setattr(LIMITS, "max_join", 12)
+    monkeypatch.setattr(LIMITS, "max_sweeps", 1)
     network = dense(np.random.default_rng(3), nodes=7, size=3, forbidden=0.0)
     dear = CostNetwork(tuple(v + 1e7 for v in network.nodes), network.edges)
     best = brute_force(dear)
     assert solve(dear).exact  # small enough for the MILP
-    monkeypatch.setattr(solver, "LARGE_CORE", 0)
+    monkeypatch.setattr(LIMITS, "large_core", 0)
     found = solve(dear)
     assert not found.exact
-    assert found.lower_bound < best <= found.cost <= found.lower_bound * (1 + solver.CLOSE_TO_BOUND)
+    assert found.lower_bound < best <= found.cost <= found.lower_bound * (1 + LIMITS.close_to_bound)
     assert solve(network).exact  # here the same gap is a large part of the cost
 
 
@@ -172,10 +173,10 @@ def test_of_a_large_core_a_choice_close_to_the_bound_is_enough(monkeypatch: pyte
 def test_a_right_supposition_proves_the_optimum(join: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The core never goes to the MILP as a whole: what costs at most the supposition is searched, and contains it."""
     sizes = []
-    monkeypatch.setattr(solver, "EASY_JOIN", 1)
-    monkeypatch.setattr(solver, "MAX_JOIN", 12)
-    monkeypatch.setattr(solver, "MAX_SWEEPS", 1)
-    monkeypatch.setattr(solver, "TRIAL_JOIN", join)
+    monkeypatch.setattr(LIMITS, "easy_join", 1)
+    monkeypatch.setattr(LIMITS, "max_join", 12)
+    monkeypatch.setattr(LIMITS, "max_sweeps", 1)
+    monkeypatch.setattr(LIMITS, "trial_join", join)
     monkeypatch.setattr(solver, "GUESSES", (1e-3, 1.0))
     monkeypatch.setattr(solver, "finish_search", lambda run: sizes.append(run.upper - run.bound) or finish_search(run))
     network = dense(np.random.default_rng(seed), nodes=7, size=3, forbidden=0.0)
@@ -187,9 +188,9 @@ def test_a_right_supposition_proves_the_optimum(join: int, seed: int, monkeypatc
 
 def test_tiny_costs_are_resolved_by_the_milp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds of 1e-9 lie far below the MILP solver's absolute tolerances."""
-    monkeypatch.setattr(solver, "EASY_JOIN", 1)
-    monkeypatch.setattr(solver, "MAX_JOIN", 12)
-    monkeypatch.setattr(solver, "MAX_SWEEPS", 1)
+    monkeypatch.setattr(LIMITS, "easy_join", 1)
+    monkeypatch.setattr(LIMITS, "max_join", 12)
+    monkeypatch.setattr(LIMITS, "max_sweeps", 1)
     network = dense(np.random.default_rng(5), nodes=6, size=3, forbidden=0.0)
     small = CostNetwork(tuple(v * 1e-9 for v in network.nodes), tuple((i, j, m * 1e-9) for i, j, m in network.edges))
     assert solve(small).cost == pytest.approx(brute_force(network) * 1e-9, rel=1e-9)
