@@ -20,6 +20,7 @@ NO_DERIVATIVE = {
     *(f"special_{kind}" for kind in ("hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l")),
     "special_legendre_polynomial_p",
     *("special_spherical_bessel_j0", "special_scaled_modified_bessel_k0", "special_scaled_modified_bessel_k1"),
+    *(("aminmax", "narrow_copy") if torch.__version__ < "2.12" else ()),
 }
 _INTEGER = ("bitwise", "__", "gcd", "lcm")
 _FIRST_BOOL = {"where"}
