@@ -16,9 +16,13 @@ import torch
 import torch.distributed as dist
 import world
 from parameter_blocks import batch, blocks, compare, forward, train
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 from autoshard import runtime
+from autoshard.module.dtensors.module_dtensor import contiguous_spec, shard_full
+from autoshard.module.dtensors.outputs import ShardedOutput
 from autoshard.runtime.parameters import gradients
 from autoshard.runtime.transport import process_group
 from autoshard.runtime.transport.move import Move
@@ -374,6 +378,78 @@ def check_the_log_is_that_of_the_in_process_mesh() -> None:
     world.log = []
     torch.autograd.backward(world.run(lambda: step(runtime.current())))
     assert sorted(comm.log) == sorted(world.log)
+
+
+def _element(x: torch.Tensor, i: int, value: float) -> torch.Tensor:
+    x.index_put_((torch.tensor(i),), torch.tensor(value, dtype=x.dtype))
+    return x
+
+
+def _view(x: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    change(x[1:2])
+    return x
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones(x.shape, dtype=x.dtype)
+
+
+def _columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(x.shape[1:], dtype=x.dtype), torch.zeros(x.shape[1:], dtype=torch.long)
+
+
+def _odd_rows(x: torch.Tensor) -> torch.Tensor:
+    return torch.arange(x.shape[0]).remainder(2).bool().view(-1, *[1] * (x.ndim - 1))
+
+
+WRITES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a list": lambda x: (torch._foreach_mul_([x], 2.0), x)[1],
+    "lists": lambda x: (torch._foreach_add_([x], [_plain(x)]), x)[1],
+    "out=": lambda x: torch.cumsum(x.clone(), 0, out=x),
+    "out= of plain ones": lambda x: torch.add(torch.ones_like(x), _plain(x), out=x),
+    "out= of itself": lambda x: torch.lerp(0 * _plain(x), x, 0.5, out=x),
+    "a plain out=": lambda x: torch.add(x, 1.0, out=_plain(x)),
+    "a pair of out=": lambda x: torch.max(x, 0, out=_columns(x))[0],
+    "a view as out=": lambda x: _view(x, lambda v: torch.mul(v, 2.0, out=v)),
+    "a view": lambda x: _view(x, lambda v: v.add_(1.0)),
+    "by name": lambda x: torch.relu_(input=x),
+    "an element": lambda x: _element(x, 3, 99.0),
+    "fill_": lambda x: x.fill_(3.0),
+    "beside plain ones": lambda x: x.add_(_plain(x)).addcmul_(torch.ones_like(x), _plain(x)),
+    "masked": lambda x: x.masked_fill_(_odd_rows(x), 9.0),
+}
+"""writes into a tensor, whose result is compared"""
+
+
+def check_writes_reach_the_shards() -> None:
+    """Of parameters and outputs, sharded by rows and as partial sums."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(32.0, dtype=torch.float64).view(8, 4) - 5
+
+    def parameter(dim: int) -> Any:
+        return shard_full(whole.clone(), contiguous_spec(mesh, (Shard(dim),), whole.shape, whole.dtype))
+
+    for name, write in WRITES.items():
+        for kind in (lambda x: x, ShardedOutput.of):
+            for made, full in (
+                (kind(parameter(0)), whole.clone()),
+                (kind(parameter(1)).sum(-1), whole.sum(-1)),
+            ):
+                got, want = write(made), write(full)
+                got = got.full_tensor() if isinstance(got, DTensor) else got
+                assert torch.equal(got, want), (name, made, got, want)
+
+
+def check_outputs_with_empty_shards() -> None:
+    """Kernels that raise where a rank holds nothing: all ranks gather alike, and none waits."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for rows in (1, dist.get_world_size() + 1):
+        whole = torch.arange(4.0 * rows).view(rows, 4)
+        for call in (torch.max, torch.argmax, lambda x: x.amax(0), lambda x: x.sort(0)[0], lambda x: x.topk(1, 0)[0]):
+            x = shard_full(whole, contiguous_spec(mesh, (Shard(0),), whole.shape, whole.dtype))
+            got: Any = call(ShardedOutput.of(x))
+            got = got.full_tensor() if isinstance(got, DTensor) else got
+            assert torch.equal(got, call(whole)), (rows, call)
 
 
 CHECKS = {name.removeprefix("check_"): fn for name, fn in list(globals().items()) if name.startswith("check_")}

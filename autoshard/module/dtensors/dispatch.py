@@ -27,6 +27,7 @@ from autoshard.module.dtensors.module_dtensor import (
     set_data,
     shard_full,
     tensors_of,
+    written_operands,
 )
 from autoshard.torch_private.dtensor import DTensorSpec, TensorMeta
 
@@ -38,10 +39,14 @@ def run_as_dtensor(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     On full tensors if DTensor lacks the operation or a layout, see :func:`run_on_full`.
     """
     pairs: list[tuple[ModuleDTensor, DTensor]] = []
-    if args and type(args[0]) is torch.Tensor and op._schema.is_mutable:
-        return _write_plain(op, args, kwargs)
+    plain = [x for x in written_operands(op, args, kwargs) if type(x) is torch.Tensor]
+    if plain:
+        return (_write_plain if op._schema.arguments[0].is_write else run_on_full)(op, args, kwargs)
     own, named = map_operands(lambda x: _twin(x, pairs), args, kwargs)
     ours = [x for x, _ in pairs]
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(args, kwargs))
+    if ours and not recorded:  # a plain tensor has equal values on every rank, as on one device
+        own, named = map_operands(lambda x: _replicated_unless_scalar(ours[0], x), own, named)
     if not all(has_torch_layout(x._spec) for x in ours):
         made = on_shards(op, args, kwargs)
         return run_on_full(op, args, kwargs) if made is NotImplemented else made
@@ -75,6 +80,10 @@ def _write_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own, named = map_operands(full_if_dtensor, args, kwargs)
         op(*own, **named)
     return args[0]
+
+
+def _replicated_unless_scalar(like: DTensor, x: Any) -> Any:
+    return x if isinstance(x, torch.Tensor) and not x.ndim else as_dtensor_on(like._spec.mesh, x)
 
 
 def as_dtensor_on(mesh: DeviceMesh, x: Any) -> Any:
@@ -233,7 +242,8 @@ def run_on_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             for each, values in zip(x, new, strict=True) if isinstance(x, list | tuple) else [(x, new)]:
                 store_full(each, values)
         if written:
-            return written[0][0] if op._schema.returns else None
+            results = tuple(x for x, _ in written)
+            return results if len(op._schema.returns) > 1 else results[0] if op._schema.returns else None
         spec = first._spec
         mesh = getattr(spec.mesh, "_of", spec.mesh)
         return pytree.tree_map_only(

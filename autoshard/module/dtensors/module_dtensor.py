@@ -479,6 +479,14 @@ def full_if_dtensor(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
+def written_operands(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that ``op`` writes, by its schema: its first operand, each of a list, or those of ``out=``."""
+    if not op._schema.is_mutable:
+        return []
+    places = enumerate(op._schema.arguments)
+    return tensors_of([args[i] if i < len(args) else kwargs.get(a.name) for i, a in places if a.is_write], {})
+
+
 def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among the arguments of an op, also in lists."""
     given = [*args, *kwargs.values()] if kwargs else args

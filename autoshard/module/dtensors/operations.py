@@ -70,7 +70,7 @@ def _detach(op: Any, args: Arguments, kwargs: Options) -> Any:
     return module_dtensor(x._local_tensor.detach(), x._spec)
 
 
-@handles(aten.pow_.Scalar, aten._foreach_mul_.List)  # Adafactor
+@handles(aten.pow_.Scalar, aten.fill_.Scalar, aten._foreach_mul_.List)  # Adafactor
 def _in_place_on_summed(op: Any, args: Arguments, kwargs: Options) -> Any:
     """An in-place op on partial sums, all-reduced first: DTensor refuses them (norms of shards)."""
     for x in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
@@ -137,7 +137,7 @@ def _rounds_parts(args: Sequence[Any]) -> bool:
 def _write_elements(op: Any, args: Arguments, kwargs: Options) -> Any:
     """On local shards, if a mask lies as the tensor does; else on the full tensor."""
     (mask, *others) = args[1]
-    masked = not others and (not mask.ndim or mask.dtype == torch.bool)
+    masked = not others and mask.dtype == torch.bool
     made = on_shards(op, args, kwargs) if masked else NotImplemented
     if made is NotImplemented:
         with torch.no_grad():
@@ -171,7 +171,8 @@ def _copy_or_fill(op: Any, args: Arguments, kwargs: Options) -> Any:
         with torch.no_grad():
             write_full(op, args, kwargs)
         return x
-    if op is aten.fill_.Tensor and not any(p.is_partial() for p in x.placements):
+    if op is aten.fill_.Tensor:
+        sum_partial(x)
         op(x.to_local(), full_if_dtensor(new))
         return x
     return run_as_dtensor(op, args, kwargs)
@@ -242,6 +243,6 @@ def _view(op: Any, args: Arguments, kwargs: Options) -> Any:
     )
     if kept and isinstance(each, ModuleDTensor):
         own, other = (y._local_tensor.untyped_storage()._cdata for y in (x, each))
-        if own != other:
+        if own != other or any(p.is_partial() for p in x._spec.placements):  # a sum has no values of its own yet
             record_view_source(x, made, op, args[1:])
     return made

@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from autoshard.layout import chunk
 from autoshard.module.dtensors.module_dtensor import (
     ModuleDTensor,
     contiguous_spec,
@@ -41,11 +42,14 @@ from autoshard.module.dtensors.views import (
     record_view_source,
     refresh_views,
     same_draws_on_ranks,
+    write_each,
     write_full,
+    written_arguments,
 )
 from autoshard.runtime.transport.autograd import NoneGradFunction, is_batched, refuse_batched
 from autoshard.torch_private.autograd import run_backward
 from autoshard.torch_private.dispatch import ExcludedKeys
+from autoshard.torch_private.dtensor import DTensorSpec
 from autoshard.torch_private.ops import nn_functions
 
 TRUSTED_GRADIENTS = frozenset(
@@ -191,13 +195,17 @@ class ShardedOutput(Viewed):
                 return ShardedOutput.of(loss)
             args, kwargs = first_by_position(args, kwargs or {})
             given = tuple(args), dict(kwargs)
-            if is_in_place(func, kwargs) and isinstance(args[0], DTensor):
+            written = written_arguments(func, *given)
+            if args and isinstance(args[0], DTensor) and is_in_place(func, kwargs):
                 return _write_output(func, *given)
+            if any(isinstance(x, DTensor) for x in written):
+                made = write_each(func, *given, written)
+                return kwargs["out"] if kwargs.get("out") is not None else made
             dim = selection_dim(func, *given)
             if dim is not None and not any(p.is_partial() or shards_dim(p, dim) for p in args[0].placements):
                 return _select_on_shard(func, dim, *given)
             leaves = argument_leaves(*given)
-            if not is_in_place(func, kwargs) and runs_as_dtensor(func, leaves):
+            if not written and runs_as_dtensor(func, leaves):
                 with ExcludedKeys(_IN_PLACE_OR_VIEW) if may_be_view(func) else nullcontext():
                     there, made = _try_dtensor_op(func, *given)
                 if there:
@@ -316,10 +324,24 @@ def _write_output(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def runs_as_dtensor(func: Any, leaves: Sequence[Any]) -> bool:
-    """Whether ``func`` with these argument leaves may run as a DTensor op."""
+    """Whether ``func`` with these argument leaves may run as a DTensor op: alike on every rank."""
     return not (
-        func in _FULL_ONLY or any(map(_is_plain_operand, leaves)) or (is_recorded(leaves) and lacks_gradient(func))
+        func in _FULL_ONLY
+        or any(map(_is_plain_operand, leaves))
+        or (is_recorded(leaves) and lacks_gradient(func))
+        or any(isinstance(x, DTensor) and _has_empty_shards(x._spec) for x in leaves)
     )
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _has_empty_shards(spec: DTensorSpec) -> bool:
+    """Whether a rank holds nothing of a tensor: many kernels raise there, so that ranks would part ways."""
+    sizes = {d: {n} for d, n in enumerate(spec.shape)}
+    for axis, p in enumerate(spec.placements):
+        if (d := getattr(p, "dim", None)) is not None:
+            ranks = spec.mesh.size(axis)
+            sizes[d] = {chunk(n, ranks, i)[1] for n in sizes[d] for i in range(ranks)}
+    return bool(spec.shape.numel()) and any(0 in each for each in sizes.values())
 
 
 def _try_dtensor_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:

@@ -25,6 +25,7 @@ from autoshard.module.dtensors.module_dtensor import (
     shard_full,
     sum_partial,
     tensors_of,
+    written_operands,
 )
 
 _IN_PLACE_NAME = re.compile(
@@ -74,10 +75,14 @@ class ViewCopy(Viewed):
         refresh_views(tensors_of(args, kwargs or {}))
         source: Any = args[0] if args else None
         viewed = isinstance(source, DTensor) and "_of" in source.__dict__
-        if viewed and op._schema.is_mutable:
+        written = written_operands(op, args, kwargs or {})
+        if any(isinstance(x, DTensor) and "_of" in x.__dict__ for x in written):
             with torch.no_grad():
-                write_full(op, args, kwargs or {})
-            return source
+                if op._schema.arguments[0].is_write:
+                    write_full(op, args, kwargs or {})
+                else:
+                    write_each(op, args, kwargs or {}, written)
+            return written[0]
         made = super().__torch_dispatch__(op, types, args, kwargs)
         return record_view_source(source, made, op, args[1:]) if viewed and is_view_op(op) else made
 
@@ -174,9 +179,9 @@ def refresh_views(given: Sequence[Any]) -> None:
 
 def _assign_full(x: DTensor, whole: torch.Tensor) -> None:
     """Give ``x`` the values and, if gradients are recorded, the history of ``whole``."""
+    noted = x.__dict__.pop("_of", None)  # the writes below are into ``x`` alone
     with torch.no_grad():
         sum_partial(x)  # a partial sum has no values of its own
-    noted = x.__dict__.pop("_of", None)  # the write below is into ``x`` alone
     if whole.requires_grad and torch.is_grad_enabled():
         x.copy_(replicated_dtensor(x.device_mesh, whole).redistribute(placements=x.placements))
     else:
@@ -188,6 +193,14 @@ def _assign_full(x: DTensor, whole: torch.Tensor) -> None:
 def may_be_view(func: Any) -> bool:
     """Whether the result of ``func`` may be a view of its first argument in eager."""
     return getattr(func, "__name__", "") in _VIEW_NAMES or func in _VIEW_GETTERS
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The tensors that ``func`` writes: its first argument, by position or as ``input``, each of a list, or ``out``."""
+    given = [kwargs.get("out")]
+    if is_in_place(func, kwargs):
+        given.append(args[0] if args else kwargs.get("input"))
+    return [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
 
 
 def is_in_place(func: Any, kwargs: Mapping[str, Any] | None = None) -> bool:
@@ -228,3 +241,16 @@ def write_full(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
     if x is not source:
         _assign_full(x, view)
     count_write(x)
+
+
+def write_each(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Any]) -> Any:
+    """``write`` on full tensors; those of ``written`` (its ``out``, a list of operands) then get their new values."""
+    given = tuple(args), dict(kwargs)
+    like = next(x for x in written if isinstance(x, DTensor))
+    full = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), given)
+    with same_draws_on_ranks(write, like, kwargs):
+        made = write(*full[0], **full[1])
+    for x, new in zip(pytree.tree_leaves(given), pytree.tree_leaves(full), strict=True):
+        if isinstance(x, DTensor) and any(x is y for y in written):
+            write_full(torch.Tensor.copy_, (x, new), {})
+    return made

@@ -289,7 +289,8 @@ def _rewrite_mask(build: NodeBuilder, node: Node, masks: MaskMatcher) -> None:
     mask, graph = node.argument("attn_mask"), masks.graph
     (query, key, *_), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     lengths, keeps_width = (query[-2], key[-2]), query[:-2] == result[:-2]
-    if len(query) == 4 and keeps_width and (found := _alibi(mask, query[1], lengths, masks)) is not None:
+    free = node.argument("sinks", None) is None  # slopes leave a term per query open, which matters beside sinks
+    if free and len(query) == 4 and keeps_width and (found := _alibi(mask, query[1], lengths, masks)) is not None:
         slopes, band = build(aten.reshape.default, found[0].slopes, [1, query[1], 1, 1]), found[1]
         if found[0].step != 1:
             slopes = build(aten.mul.Tensor, slopes, found[0].step)

@@ -78,6 +78,28 @@ def test_biases_by_distance_need_no_mask() -> None:
             assert not any(t.shape[-2:] == (S, S) for t in graph.types.values()), (bias, hides)
 
 
+class SlopedWithSinks(nn.Module):
+    """Attention with linear biases beside a sink: a term per query changes its weights."""
+
+    def __init__(self, bias: str) -> None:
+        super().__init__()
+        self.bias = BIASES[bias]
+        self.register_buffer("slopes", torch.tensor([0.5, 0.25, 0.125, 0.0625]))
+        self.qkv, self.sinks = nn.Linear(8, 48), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        scores = q @ k.transpose(-2, -1) * 0.5 + self.bias(self.slopes).masked_fill(column() > row(), -torch.inf)
+        joint = torch.cat([scores, self.sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+        return joint.softmax(-1)[..., :-1] @ v
+
+
+@pytest.mark.parametrize("bias", ["of keys", "of differences"])
+def test_biases_beside_sinks(bias: str) -> None:
+    torch.manual_seed(0)
+    assert autoshard.verify(SlopedWithSinks(bias).double(), {"tp": 2}, (torch.randn(2, S, 8, dtype=torch.float64),)).ok
+
+
 def _distances(slopes: torch.Tensor) -> torch.Tensor:
     return slopes.view(-1, 1, 1) * (column() - row())
 
