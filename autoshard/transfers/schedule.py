@@ -82,7 +82,8 @@ class Schedule:
     _shares: Mapping[Demand, list[tuple[int, int]]] = field(repr=False)
     _runs: Mapping[Demand, list[_Run]] = field(repr=False)
     _kept: Sequence[tuple[int, _Run]] = field(repr=False)
-    _dtype: Callable[[Link], torch.dtype] = field(repr=False)
+    dtype_of: Callable[[Link], torch.dtype] = field(repr=False)
+    """the dtype in which a link's tensor is sent"""
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -117,7 +118,7 @@ class Schedule:
         Computed from the layouts of each rank, not from the schedule.
         """
         found, known = dict.fromkeys(self.ranks, 0), dict[object, dict[int, int]]()
-        for links, source, target, dtype in _grouped(self.source, self.target, self._links, self._dtype):
+        for links, source, target, dtype in _grouped(self.source, self.target, self._links, self.dtype_of):
             link = links[0]
             key = source.shape, source.replicas, target.shape, target.replicas, *link[2:]
             if key not in known:
