@@ -69,7 +69,8 @@ def choose_senders(
     senders = _alike(wanted, load, node_of, nodes)
     least, flow = _least_load(wanted, senders, least)
     near = _near_flow(open_, senders, least + least // BALANCE_MARGIN, node_of)
-    shares = near if near is not None else {(h, None): row for h, row in flow.items()}
+    anyhow: FlowToNodes = {(h, None): row for h, row in flow.items()}
+    shares = anyhow if near is None else near
     for demand, row in _by_demand(open_, shares, senders, node_of):
         found[demand] = _in_elements(row, unit, demand.size)
     return {d: found[d] for d in demands}, least * unit
@@ -93,6 +94,9 @@ def _alike(
 
 Flow = dict[tuple[int, ...], dict[int, int]]
 """group of holders → number of the senders → units"""
+
+FlowToNodes = dict[tuple[tuple[int, ...], int | None], dict[int, int]]
+"""(group of holders, node of the needers or None: all) → number of the senders → units"""
 
 
 def _least_load(wanted: Mapping[tuple[int, ...], int], senders: Sequence[_Senders], least: int) -> tuple[int, Flow]:
@@ -133,7 +137,7 @@ def _reached(residual: nx.DiGraph) -> set[object]:
 
 def _near_flow(
     demands: Mapping[Demand, int], senders: Sequence[_Senders], limit: int, node_of: Callable[[int], int]
-) -> dict[tuple[tuple[int, ...], int | None], dict[int, int]] | None:
+) -> FlowToNodes | None:
     """(holders, node of needers) → senders → units, with the fewest units from other nodes; None: too many."""
     wanted: dict[tuple[tuple[int, ...], int], int] = defaultdict(int)
     for demand, units in demands.items():
@@ -146,7 +150,7 @@ def _near_flow(
     for key, units in wanted.items():
         network.add_node(key, demand=-units)
         network.add_edges_from((key, n, {"weight": int(senders[n].node != key[1])}) for n in able[key[0]])
-    flow = {}
+    flow: FlowToNodes = {}
     for nodes in nx.weakly_connected_components(network):  # apart, since a network simplex is not linear
         part = network.subgraph(nodes).copy()
         if part.number_of_edges() > MOST_NEAR_EDGES:
@@ -160,7 +164,7 @@ def _near_flow(
 
 def _by_demand(
     demands: Mapping[Demand, int],
-    flow: Mapping[tuple[tuple[int, ...], int | None], Mapping[int, int]],
+    flow: FlowToNodes,
     senders: Sequence[_Senders],
     node_of: Callable[[int], int],
 ) -> Iterator[tuple[Demand, Shares]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -106,7 +106,7 @@ def _range(piece: Piece, begin: int, end: int) -> Iterator[Piece]:
 class _Round(NamedTuple):
     """A round under way."""
 
-    works: list[object]
+    works: list[Any]
     arrived: torch.Tensor
     out: torch.Tensor
 
@@ -143,10 +143,9 @@ class Exchange:
     ) -> _Round:
         arrived = torch.empty(sum(map(_padded, receives.values())), dtype=torch.uint8, device=self.device)
         if self.gloo:  # waiting for a single message with a time limit would end gloo's connection
-            counts = [
-                [_padded(side.get(r, ())) for r in range(dist.get_world_size(self.group))] for side in (receives, sends)
-            ]
-            work = dist.all_to_all_single(arrived, out, *counts, group=self.group, async_op=True)
+            ranks = range(dist.get_world_size(self.group))
+            gets, gives = ([_padded(side.get(r, ())) for r in ranks] for side in (receives, sends))
+            work = dist.all_to_all_single(arrived, out, gets, gives, self.group, True)
             return _Round([work], arrived, out)
         steps = [
             dist.P2POp(do, piece, rank, self.group)
@@ -160,7 +159,7 @@ class Exchange:
             if self.gloo:
                 wait(work, self.notes, lambda: "a transfer of weights")
             else:
-                work.wait()  # type: ignore[attr-defined]
+                work.wait()
         for view, part in _views(begun.arrived, receives):
             target[part.name][part.at].copy_(view)
 

@@ -34,7 +34,7 @@ MOST_KEPT_SCHEDULES = 8
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What a transfer moved; ``print()`` shows it with the schedule."""
+    """Result of a transfer; ``print()`` shows it with the schedule."""
 
     schedule: Schedule = field(repr=False)
     tensors: int
@@ -51,13 +51,13 @@ class TransferReport:
 
 
 class TransferHandle:
-    """A transfer under way beside training; :meth:`wait` ends it."""
+    """A transfer that runs while training goes on; :meth:`wait` ends it."""
 
     def __init__(self, work: Callable[[], None], end: Callable[[], TransferReport]) -> None:
-        self._end, self._error, self._report = end, None, None
+        self._end = end
+        self._error: Exception | None = None
+        self._report: TransferReport | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name="autoshard transfer", daemon=True)
-        self._error: Exception | None
-        self._report: TransferReport | None
         self._thread.start()
 
     def _run(self, work: Callable[[], None]) -> None:
@@ -109,7 +109,7 @@ def transfer(
             ``{target: source}``. ``{target: (source, …)}`` joins sources along dim 0, and
             ``{(target, …): source}`` divides a source. Other names stay equal.
         optimizer: the optimizers of source and target. The target's takes over state and options.
-        buffer: bytes per rank of messages in memory at a time, beside the new shards.
+        buffer: bytes per rank of messages in memory at a time, in addition to the new shards.
         asynchronous: return a :class:`TransferHandle` after this rank has copied what it sends.
             Training may go on; ``handle.wait()`` switches the target.
 

@@ -151,7 +151,7 @@ class Agreement:
         )
         if full.numel() and self.ranks > 1:
             on_wire = torch.view_as_real(full) if full.is_complex() else raw(full)
-            sender = dist.get_global_rank(self._group, first)
+            sender = dist.get_process_group_ranks(self._group)[first]
             self._wait(self._begin("a tensor of rank 0", dist.broadcast, on_wire, sender), "a tensor of rank 0")
         return full
 
