@@ -62,10 +62,13 @@ class RankMessages:
                     found.receives[number][sender] = [_part(schedule, p, False) for p in part]
         return found
 
-    def keep(self, source: Tensors, target: Tensors) -> None:
-        """Copy what is there already."""
+    def write(self, source: Tensors, arrived: Sequence[torch.Tensor], target: Tensors) -> None:
+        """Write what has arrived, by round, and what was there already, into the target."""
         for mine, new in self.kept:
             target[new.name][new.at].copy_(source[mine.name][mine.at].to(mine.dtype))
+        for flat, receives in zip(arrived, self.receives, strict=True):
+            for view, part in _views(flat, receives):
+                target[part.name][part.at].copy_(view)
 
 
 def _part(schedule: Schedule, piece: Piece, sent: bool) -> Part:
@@ -118,19 +121,18 @@ class Exchange:
         self.group, self.notes, self.device = group, notes, device
         self.gloo = dist.get_backend(group) == "gloo"
 
-    def run(self, messages: RankMessages, source: Tensors, target: Tensors) -> None:
-        """Send from ``source``, receive into ``target``. A round is packed while the last is under way.
+    def run(self, messages: RankMessages, source: Tensors) -> list[torch.Tensor]:
+        """Send from ``source``; returns what arrives, by round. A round is packed while the last is under way.
 
         Raises :class:`CommunicationError` if another rank fails or is gone.
         """
+        found: list[torch.Tensor] = []
         under_way: _Round | None = None
-        for number, sends in enumerate(messages.sends):
+        for sends, receives in zip(messages.sends, messages.receives, strict=True):
             out = self._packed(sends, source)
-            if under_way is not None:
-                self._finish(under_way, messages.receives[number - 1], target)
-            under_way = self._begin(out, sends, messages.receives[number])
-        if under_way is not None:
-            self._finish(under_way, messages.receives[-1], target)
+            found += self._finished(under_way)
+            under_way = self._begin(out, sends, receives)
+        return found + self._finished(under_way)
 
     def _packed(self, sends: Mapping[int, Sequence[Part]], source: Tensors) -> torch.Tensor:
         out = torch.empty(sum(map(_padded, sends.values())), dtype=torch.uint8, device=self.device)
@@ -154,14 +156,13 @@ class Exchange:
         ]
         return _Round(dist.batch_isend_irecv(steps) if steps else [], arrived, out)
 
-    def _finish(self, begun: _Round, receives: Mapping[int, Sequence[Part]], target: Tensors) -> None:
-        for work in begun.works:
+    def _finished(self, begun: _Round | None) -> list[torch.Tensor]:
+        for work in () if begun is None else begun.works:
             if self.gloo:
                 wait(work, self.notes, lambda: "a transfer of weights")
             else:
                 work.wait()
-        for view, part in _views(begun.arrived, receives):
-            target[part.name][part.at].copy_(view)
+        return [] if begun is None else [begun.arrived]
 
 
 def _padded(parts: Sequence[Part]) -> int:

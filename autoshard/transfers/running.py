@@ -109,7 +109,8 @@ def transfer(
             ``{target: source}``. ``{target: (source, …)}`` joins sources along dim 0, and
             ``{(target, …): source}`` divides a source. Other names stay equal.
         optimizer: the optimizers of source and target. The target's takes over state and options.
-        buffer: bytes per rank of messages in memory at a time, in addition to the new shards.
+        buffer: bytes per rank of messages under way at a time, in addition to what it receives, which it
+            keeps until the end.
         asynchronous: return a :class:`TransferHandle` after this rank has copied what it sends.
             Training may go on; ``handle.wait()`` switches the target.
 
@@ -121,7 +122,7 @@ def transfer(
         raise PlanError(f"buffer={buffer!r} must be a number of bytes, such as 256_000_000")
     ours = _Modules(source, target, *(optimizer or (None, None)))
     local = not dist.is_initialized() or dist.get_world_size() == 1
-    job = _simulated(ours, names, dtype) if local else _joint(ours, names, dtype, buffer, asynchronous)
+    job = _simulated(ours, names, dtype, asynchronous) if local else _joint(ours, names, dtype, buffer, asynchronous)
     if not asynchronous:
         job.work()
         return job.end(began)
@@ -149,7 +150,7 @@ class _Job:
     """A transfer in steps."""
 
     work: Callable[[], None]
-    """fills the new shards"""
+    """sends and receives"""
     switch: Callable[[], None]
     """all ranks agree and write them"""
     schedule: Schedule
@@ -164,7 +165,7 @@ class _Job:
         return TransferReport(self.schedule, targets, unused, self.rounds, time.perf_counter() - began)
 
 
-def _simulated(ours: _Modules, names: Names, dtype: torch.dtype | None) -> _Job:
+def _simulated(ours: _Modules, names: Names, dtype: torch.dtype | None, copies: bool) -> _Job:
     """A transfer between modules whose ranks are simulated in this process, from full tensor to full tensor."""
     source, target = ours.states()
     if source is None or target is None:
@@ -172,20 +173,23 @@ def _simulated(ours: _Modules, names: Names, dtype: torch.dtype | None) -> _Job:
     want = dict(target.held)
     links = links_of(source.held, want, names, ours.target_optimizer is not None)
     schedule = make_schedule(source.held, want, links, source.module.mesh.hardware, dtype)
-    new = target.empty(want, dict.fromkeys(link.target for link in links), 0)
+    targets = target.targets(want, dict.fromkeys(link.target for link in links))
     numbers = _renamed(source.numbers, links)
+    sent = [source.local[link.source][_slices(link.source_start, link)].to(schedule.dtype_of(link)) for link in links]
+    if copies:
+        sent = [x.clone() for x in sent]
 
-    def work() -> None:
-        for link in links:
-            wire = schedule.dtype_of(link)
-            target_box, source_box = (
-                tuple(slice(s, s + n) for s, n in zip(start, link.shape, strict=True))
-                for start in (link.target_start, link.source_start)
-            )
-            new[link.target][target_box].copy_(source.local[link.source][source_box].to(wire))
+    @torch.no_grad()
+    def switch() -> None:
+        for link, x in zip(links, sent, strict=True):
+            targets[link.target][_slices(link.target_start, link)].copy_(x)
+        target.switch(targets, numbers, source.groups)
 
-    work()
-    return _Job(lambda: None, lambda: target.switch(new, numbers, source.groups), schedule, links, 0)
+    return _Job(lambda: None, switch, schedule, links, 0)
+
+
+def _slices(start: Sequence[int], link: Link) -> tuple[slice, ...]:
+    return tuple(slice(s, s + n) for s, n in zip(start, link.shape, strict=True))
 
 
 class _World:
@@ -245,21 +249,21 @@ def _joint(ours: _Modules, names: Names, dtype: torch.dtype | None, buffer: int,
         device = _device_of(source, target)
         sent = {} if source is None else source.local
         wanted = [n for n in dict.fromkeys(link.target for link in links) if want[n].on(rank) is not None]
-        new = {} if target is None else target.empty(want, wanted, rank)
+        targets = {} if target is None else target.targets(want, wanted)
         if copies:
             sent = _snapshot(messages, sent)
-    exchange = Exchange(world.weights, world.notes, device)
+    exchange, arrived = Exchange(world.weights, world.notes, device), list[torch.Tensor]()
 
     def work() -> None:
         with world.notes, torch.no_grad():
-            messages.keep(sent, new)
-            exchange.run(messages, sent, new)
+            arrived.extend(exchange.run(messages, sent))
 
     def switch() -> None:
-        with world.notes:
+        with world.notes, torch.no_grad():
             agreement.rows([1], "the end of a transfer")  # all have received: from here on nothing can fail
+            messages.write(sent, arrived, targets)
             if target is not None:
-                target.switch(new, options[0], options[1])
+                target.switch(targets, options[0], options[1])
 
     return _Job(work, switch, schedule, links, len(messages.sends))
 

@@ -102,37 +102,29 @@ class ModuleState:
         kinds = {id(r): (r.ranks, r.layout.mesh.shape, str(r.layout)) for h in self.held.values() for r in h.replicas}
         return zlib.crc32(repr((rows, list(kinds.values()))).encode())
 
-    def empty(self, want: Holdings, names: Iterable[str], rank: int) -> dict[str, torch.Tensor]:
-        """Where the new shards arrive: tensors of the shapes of this rank's shards, not yet the module's."""
+    def targets(self, want: Holdings, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The tensors that new values are written into; states that the optimizer lacks are made here."""
         found = {}
         for name in names:
             like = self.local.get(name)
-            if like is None:  # optimizer state that this optimizer does not have yet
-                like = self.local.get(parameter := name.partition(STATE_SEPARATOR)[0])
-                held = (
-                    want[name]
-                    if like is None or name == parameter
-                    else replace(want[parameter], dtype=want[name].dtype)
-                )
-                like = None if like is None else like.to("meta", held.dtype)
+            if like is None and (parameter := self.local.get(name.partition(STATE_SEPARATOR)[0])) is not None:
+                like = torch.empty_like(parameter, dtype=want[name].dtype)
             if like is not None:
-                device = next(iter(self.local.values())).device
-                found[name] = torch.empty(like.shape, dtype=like.dtype, device=device)
+                found[name] = like
         return found
 
     @torch.no_grad()
-    def switch(self, new: Mapping[str, torch.Tensor], numbers: Mapping[str, Any], groups: Sequence[Any]) -> None:
-        """Write all new shards into the module and its optimizer."""
+    def switch(self, written: Mapping[str, torch.Tensor], numbers: Mapping[str, Any], groups: Sequence[Any]) -> None:
+        """Tell the module and its optimizer that :meth:`targets` have new values."""
         own, parameters = self.module.state_dict(keep_vars=True), self.parameters
-        for name, value in new.items():
-            name, _, key = name.partition(STATE_SEPARATOR)
-            if key:
-                self._set_state(parameters[name], key, self._wrapped(name, value))
-            else:
-                self.local[name].copy_(value)
+        for full, value in written.items():
+            name, _, key = full.partition(STATE_SEPARATOR)
+            if not key:
                 torch.autograd.graph.increment_version(own[name])  # a backward of older values refuses
-        for name, value in numbers.items():
-            name, _, key = name.partition(STATE_SEPARATOR)
+            elif full not in self.local:
+                self._set_state(parameters[name], key, self._wrapped(name, value))
+        for full, value in numbers.items():
+            name, _, key = full.partition(STATE_SEPARATOR)
             if name in parameters:
                 self._set_state(parameters[name], key, value)
         if self.optimizer is not None:
