@@ -93,7 +93,7 @@ def compile(  # noqa: A001  the public name
         mesh: an :class:`autoshard.Mesh`, a ``{axis: size}`` dict or a torch ``DeviceMesh``;
             dict and ``DeviceMesh`` have this machine's hardware. Ranks are simulated in this
             process, unless torch.distributed runs with that many ranks or the mesh is a
-            ``DeviceMesh``.
+            ``DeviceMesh``. A ``DeviceMesh`` of some ranks is for modules that only these compile.
         example_args: example inputs (global shapes); by default the first call's.
         example_kwargs: example inputs that are passed by name.
         plan: a saved plan to follow instead of a search, from :func:`autoshard.plan` or

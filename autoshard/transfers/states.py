@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -279,6 +278,7 @@ def _part_link(source: str, target: str, have: Holdings, held: Held, at: int, to
 
 
 def _near(name: str, known: Iterable[str]) -> str:
+    """Names of ``known`` that may be meant, for messages."""
     last = name.rsplit(".", 1)[-1]
     found = sorted(n for n in known if n.endswith(last)) or sorted(known)
-    return f"there are {', '.join(found[:3])}, …" if math.prod((len(found),)) > 3 else f"there is {', '.join(found)}"
+    return f"there are {', '.join(found[:3])}" + (", …" if len(found) > 3 else "")
