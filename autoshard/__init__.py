@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from autoshard.plans.plan import Plan
     from autoshard.report.record import Collective, Cost
     from autoshard.testing import register_rule
+    from autoshard.transfers.running import TransferHandle, TransferReport, transfer
+    from autoshard.transfers.schedule import Schedule, transfer_schedule
     from autoshard.viz import visualize_layout
 
 __version__ = "0.1.0"
@@ -91,6 +93,11 @@ _LAZY_MODULES = {
     "visualize_layout": "autoshard.viz",
     "Plan": "autoshard.plans.plan",
     "Cost": "autoshard.report.record",
+    "transfer": "autoshard.transfers.running",
+    "TransferHandle": "autoshard.transfers.running",
+    "TransferReport": "autoshard.transfers.running",
+    "transfer_schedule": "autoshard.transfers.schedule",
+    "Schedule": "autoshard.transfers.schedule",
     "Collective": "autoshard.report.record",
 }
 
@@ -117,8 +124,11 @@ __all__ = [
     "Replicate",
     "RuleError",
     "RuntimeMismatchError",
+    "Schedule",
     "Shard",
     "ShardedModule",
+    "TransferHandle",
+    "TransferReport",
     "VerifyReport",
     "calibrate",
     "clip_grad_norm_",
@@ -134,6 +144,8 @@ __all__ = [
     "redistribution",
     "register_rule",
     "score",
+    "transfer",
+    "transfer_schedule",
     "verify",
     "visualize_layout",
 ]

@@ -93,7 +93,7 @@ def compile(  # noqa: A001  the public name
         mesh: an :class:`autoshard.Mesh`, a ``{axis: size}`` dict or a torch ``DeviceMesh``;
             dict and ``DeviceMesh`` have this machine's hardware. Ranks are simulated in this
             process, unless torch.distributed runs with that many ranks or the mesh is a
-            ``DeviceMesh``.
+            ``DeviceMesh``. A ``DeviceMesh`` of some ranks is for modules that only these compile.
         example_args: example inputs (global shapes); by default the first call's.
         example_kwargs: example inputs that are passed by name.
         plan: a saved plan to follow instead of a search, from :func:`autoshard.plan` or
@@ -208,7 +208,9 @@ def _make_module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Com
     running = dist.is_available() and dist.is_initialized()
     if hasattr(mesh, "mesh_dim_names") or (running and dist.get_world_size() > 1):
         ranks = dist.get_world_size() if running else 1
-        if resolved.size != ranks:
+        if running and isinstance(mesh, DeviceMesh) and resolved.size < ranks:
+            _check_part(mesh, settings.opts.stages)
+        elif resolved.size != ranks:
             raise MeshError(
                 f"the mesh ({resolved}) has {resolved.size} ranks, but torch.distributed runs {ranks}. "
                 f"Start {resolved.size} processes (torchrun --nproc-per-node {resolved.size}) or use a mesh of {ranks}."
@@ -218,6 +220,20 @@ def _make_module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Com
     if not running and resolved.size > 1:
         _warn_uninitialised(os.environ.get("WORLD_SIZE", "1"), resolved.size)
     return InProcessModule(model, resolved, settings)
+
+
+def _check_part(mesh: DeviceMesh, stages: str | None) -> None:
+    """Refuse a mesh of some ranks only that lacks this rank, or has stages."""
+    if mesh.get_coordinate() is None:
+        raise MeshError(
+            f"rank {dist.get_rank()} is not in the DeviceMesh of ranks {mesh.mesh.flatten().tolist()}. "
+            "Only ranks of a mesh compile the model; the others pass None to autoshard.transfer"
+        )
+    if stages is not None:
+        raise MeshError(
+            f"stages need all {dist.get_world_size()} ranks, but the DeviceMesh has {mesh.size()}. "
+            "Use a mesh of all ranks, or no stages"
+        )
 
 
 @cache

@@ -12,9 +12,16 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.aten import aten
 from autoshard.errors import AutoshardError, RuntimeMismatchError
-from autoshard.module.dtensors.module_dtensor import ModuleDTensor, is_view_op, replicated_dtensor, tensors_of
+from autoshard.module.dtensors.module_dtensor import (
+    PART_MESHES,
+    ModuleDTensor,
+    is_view_op,
+    replicated_dtensor,
+    tensors_of,
+)
 from autoshard.module.model.submodules import shard_like
 from autoshard.module.sharded_module import ShardedModule
+from autoshard.runtime.transport.groups import group_of
 from autoshard.runtime.transport.process_group import all_gather_single
 from autoshard.torch_private.ops import foreach_norm
 
@@ -46,7 +53,8 @@ def clip_grad_norm_(
     if not sharded.is_staged and (not gradients or not isinstance(gradients[0], DTensor)):
         norm, held = torch.nn.utils.get_total_norm([_gradient_values(g) for g in gradients], norm_type), gradients
     else:
-        norm = _total_norm(sharded.unduplicated_gradients(), float(norm_type), next(sharded.all_stages_parameters()))
+        like, group = next(sharded.all_stages_parameters()), _group_of_model(sharded.device_mesh)
+        norm = _total_norm(sharded.unduplicated_gradients(), float(norm_type), like, group)
         held = [g.to_local() for g in gradients]
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the gradient norm of order {norm_type} is {float(norm)}; no gradient was clipped")
@@ -56,7 +64,13 @@ def clip_grad_norm_(
     return norm
 
 
-def _total_norm(gradients: Sequence[Any], order: float, like: torch.Tensor) -> torch.Tensor:
+def _group_of_model(mesh: Any) -> Any:
+    """The process group of a model's ranks; None: all. ``mesh``: of the model, or of one of its tables."""
+    mesh = getattr(mesh, "_of", mesh)
+    return group_of(mesh.mesh.flatten().tolist(), "axes") if mesh in PART_MESHES else None
+
+
+def _total_norm(gradients: Sequence[Any], order: float, like: torch.Tensor, group: Any) -> torch.Tensor:
     """The norm of all DTensors in the dtype of ``like``; of replicas only the first counts."""
     mine = []
     for g in gradients:
@@ -72,8 +86,8 @@ def _total_norm(gradients: Sequence[Any], order: float, like: torch.Tensor) -> t
     total = (
         torch.zeros((), device=device, dtype=like.dtype) if norms is None else torch.linalg.vector_norm(norms, order)
     )
-    everyone = total.new_empty(dist.get_world_size())
-    all_gather_single(everyone, total.reshape(1))  # no all-reduce: the maximum of gloo loses NaN
+    everyone = total.new_empty(dist.get_world_size(group))
+    all_gather_single(everyone, total.reshape(1), group=group)  # no all-reduce: the maximum of gloo loses NaN
     norm: torch.Tensor = torch.linalg.vector_norm(everyone, order)
     return norm
 
@@ -101,10 +115,11 @@ def _agree_on_nonfinite(unscale: Callable[..., NonFiniteByDevice]) -> Callable[.
         scaler: Any, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, found: torch.Tensor, fp16: bool
     ) -> NonFiniteByDevice:
         by_device = unscale(scaler, optimizer, inverse, found, fp16)
-        if any(isinstance(p, ModuleDTensor) for group in optimizer.param_groups for p in group["params"]):
+        ours = (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ModuleDTensor))
+        if (first := next(ours, None)) is not None:
             by_device = by_device or {found.device: found}
             for x in by_device.values():
-                dist.all_reduce(x, dist.ReduceOp.MAX)
+                dist.all_reduce(x, dist.ReduceOp.MAX, group=_group_of_model(first.device_mesh))
         return by_device
 
     return together

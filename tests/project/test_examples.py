@@ -68,6 +68,17 @@ def test_trainer_counts_a_shared_batch_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--disjoint"]], ids=["same ranks", "disjoint"])
+def test_reinforcement_learning(options: list[str]) -> None:
+    """The reward grows, so the generator has the trained weights; each rank receives what it lacks, and no more."""
+    script = str(ROOT / "docs" / "examples" / "rl.py")
+    text = run(*TORCHRUN[:-1], "4", script, *options)
+    before, after = map(float, re.findall(r"reward: (\d+\.\d+) → (\d+\.\d+)", text)[0])
+    assert after > before + 0.5
+    assert "every byte was received once" in text
+
+
+@pytest.mark.slow
 def test_finetune(tmp_path: Path) -> None:
     """In one process and on two ranks: the evaluation improves, alike to the rounding of bfloat16; weights are saved."""
     script = str(ROOT / "docs" / "examples" / "finetune.py")

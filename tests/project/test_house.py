@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {"autoshard": ROOT / "autoshard", "autoshard.passes": ROOT / "passes", "autoshard.models": ROOT / "models"}
 
 FLOORS = (
-    ("__main__", "cli", "completion", "demo", "testing", "hugging_face", "check", "api"),
+    ("__main__", "cli", "completion", "demo", "testing", "hugging_face", "check", "api", "transfers"),
     ("module", "devices"),
     ("serving", "compiler", "dumps"),
     ("plans", "initialise"),

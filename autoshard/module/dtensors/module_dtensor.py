@@ -48,6 +48,9 @@ OP_HANDLERS: dict[Any, OpHandler] = {}
 STAGE_MESHES: set[DeviceMesh] = set()
 """meshes with the ranks of one pipeline stage only"""
 
+PART_MESHES: set[DeviceMesh] = set()
+"""meshes of models that only some ranks of torch.distributed hold"""
+
 new_dtensor: Any = inspect.unwrap(DTensor.__new__)
 """``__new__`` without the torch.compile guard, which costs several Python calls per tensor"""
 

@@ -49,13 +49,15 @@ def _cpu_tensor(numbers: object) -> torch.Tensor:
 
 
 class Agreement:
-    """The agreements of one module; every rank creates it and calls it in the same order."""
+    """The agreements of one module; every rank creates it and calls it in the same order.
 
-    def __init__(self, notes: FailureNotes) -> None:
+    ``group``: a gloo group, by default of all ranks."""
+
+    def __init__(self, notes: FailureNotes, group: Any = None) -> None:
         self.notes = notes
         fake = dist.get_backend() == "fake"
-        self.rank, self.ranks = (0, 1) if fake else (dist.get_rank(), dist.get_world_size())
-        self._group = None if self.ranks == 1 else _gloo_group()
+        self.rank, self.ranks = (0, 1) if fake else (dist.get_rank(group), dist.get_world_size(group))
+        self._group = None if self.ranks == 1 else group or _gloo_group()
         self._open: tuple[Any, torch.Tensor, tuple[Claim, ...]] | None = None
         notes.settle = self.finish
 
@@ -91,18 +93,19 @@ class Agreement:
     def numbers_of(self, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         """Checksums of ``tensors`` by rank; -1 on the meta device."""
         numbers = [-1 if x.is_meta else int(checksum(x)) & _POSITIVE_MASK for x in tensors]
-        return self._rows(numbers, "the comparison of tensors")
+        return self.rows(numbers, "the comparison of tensors")
 
     def known(self, mine: Sequence[int]) -> list[int]:
         """Merge bytes that some ranks know (others pass 0): the first known value of each."""
         self.finish()
         self.notes.claims = tuple  # not known yet
         words = [int.from_bytes(mine[at : at + 7], "little") for at in range(0, len(mine), 7)]
-        rows = self._rows(words, "what ranks know of their tensors")
+        rows = self.rows(words, "what ranks know of their tensors")
         each = [b"".join(n.to_bytes(7, "little") for n in row) for row in rows]
         return [next(filter(None, reported), 0) for reported in zip(*each, strict=True)][: len(mine)]
 
-    def _rows(self, mine: Sequence[int], what: str) -> list[list[int]]:
+    def rows(self, mine: Sequence[int], what: str) -> list[list[int]]:
+        """The numbers of all ranks; ``what``: for messages."""
         if not mine:
             return [[] for _ in range(self.ranks)]
         work, found = self._numbers(_cpu_tensor(mine))
@@ -121,7 +124,7 @@ class Agreement:
     def everywhere(self, do: Callable[[], AgreedT]) -> AgreedT:
         """``do()`` on every rank; if it fails on some, every rank raises its or the first error."""
         result, error = _result_or_error(do)
-        reported = self._texts("" if error is None else _error_as_json(error))
+        reported = self.texts("" if error is None else _error_as_json(error))
         if error is not None:
             raise error
         for text in filter(None, reported):
@@ -132,26 +135,27 @@ class Agreement:
         """``do()`` of rank 0, on every rank; its error is raised on every rank."""
         result, error = _result_or_error(do) if self.rank == 0 else (None, None)
         sent = "" if self.rank else json.dumps([result, "" if error is None else _error_as_json(error)])
-        text, reported = json.loads(self._text_of_first(sent))
+        text, reported = json.loads(self.text_of(sent))
         if error is not None:
             raise error
         if reported:
             raise _error_from_json(reported)
         return str(text)
 
-    def tensor_of_first(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's ``x`` on the CPU; other ranks pass a tensor of its shape and dtype."""
+    def tensor_of_first(self, x: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Rank ``first``'s ``x`` on the CPU; other ranks pass a tensor of its shape and dtype."""
         full = (
             x.detach().cpu().contiguous().clone()
-            if self.rank == 0
+            if self.rank == first
             else torch.empty(x.shape, dtype=x.dtype, device="cpu")
         )
         if full.numel() and self.ranks > 1:
             on_wire = torch.view_as_real(full) if full.is_complex() else raw(full)
-            self._wait(self._begin("a tensor of rank 0", dist.broadcast, on_wire, 0), "a tensor of rank 0")
+            sender = dist.get_process_group_ranks(self._group)[first]
+            self._wait(self._begin("a tensor of rank 0", dist.broadcast, on_wire, sender), "a tensor of rank 0")
         return full
 
-    def _texts(self, mine: str) -> list[str]:
+    def texts(self, mine: str) -> list[str]:
         """The texts of all ranks."""
         if self.ranks == 1:
             return [mine]
@@ -166,10 +170,11 @@ class Agreement:
         self._wait(self._begin("reports", all_gather_single, out, own), "what the ranks report")
         return [bytes(row.tolist()).decode().rstrip() for row in out.view(self.ranks, -1)]
 
-    def _text_of_first(self, mine: str) -> str:
+    def text_of(self, mine: str, first: int = 0) -> str:
+        """The text of rank ``first``; other ranks pass an empty one."""
         data = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8) if mine else torch.empty(0, device="cpu")
-        length = self.tensor_of_first(_cpu_tensor(len(data)))
-        data = self.tensor_of_first(data if mine else torch.empty(int(length), dtype=torch.uint8, device="cpu"))
+        length = self.tensor_of_first(_cpu_tensor(len(data)), first)
+        data = self.tensor_of_first(data if mine else torch.empty(int(length), dtype=torch.uint8, device="cpu"), first)
         return data.numpy().tobytes().decode()
 
     # --- the group ---

@@ -23,7 +23,7 @@ from autoshard.errors import CaptureError, CommunicationError
 from autoshard.layout import I, Layout, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.module.dtensors.dispatch import with_plain_gradient
-from autoshard.module.dtensors.module_dtensor import STAGE_MESHES, local_shard
+from autoshard.module.dtensors.module_dtensor import PART_MESHES, STAGE_MESHES, local_shard
 from autoshard.module.dtensors.outputs import ShardedOutput
 from autoshard.module.dtensors.segments import reorder_segments, shard_of
 from autoshard.module.dtensors.table_wise import (
@@ -62,7 +62,7 @@ from autoshard.passes.redistribute.resharding import without_fixed
 from autoshard.plans.options import CallArguments, CompileOptions, KnownLayouts
 from autoshard.plans.plan import Compiled, Plan
 from autoshard.runtime.programs.module import RankModule
-from autoshard.runtime.transport.groups import mesh_of
+from autoshard.runtime.transport.groups import group_of, mesh_of
 
 
 class RankLocalModule(ShardedModule):
@@ -192,7 +192,11 @@ class DistributedModule(RankLocalModule):
             device_mesh = mesh_of(kind, torch.arange(mesh.size, device="cpu").view(mesh.shape), mesh.axes)
         set_ = object.__setattr__
         set_(self, "device_mesh", device_mesh)
-        set_(self, "_comm", runtime.TorchCommunicator.of(device_mesh))
+        part = not self.is_staged and mesh.size < dist.get_world_size()
+        own = tuple(device_mesh.mesh.flatten().tolist()) if part else ()
+        if part:
+            PART_MESHES.add(device_mesh)
+        set_(self, "_comm", runtime.TorchCommunicator.of(device_mesh, own))
         set_(self, "_device", torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
         set_(self, "_home", next((t.device for _, t in named_tensors(model) if not t.is_meta), torch.device("cpu")))
         set_(self, "_call_lock", CallLock(waits=False))
@@ -201,7 +205,7 @@ class DistributedModule(RankLocalModule):
         if self.is_staged:
             STAGE_MESHES.add(device_mesh)
         set_(self, "_loaded", {})
-        set_(self, "_agreement", Agreement(self._comm.notes))
+        set_(self, "_agreement", Agreement(self._comm.notes, group_of(own, "agreement", "gloo") if own else None))
         set_(self, "_checks", asked_checks())
         set_(self, "_comparisons", rank_calls.InputComparisons())
         set_(self, "_compared", None)

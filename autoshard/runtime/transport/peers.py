@@ -35,11 +35,12 @@ Claim = tuple[str, int] | tuple[str, int, Sequence[int]]
 
 
 class ModulesState:
-    """State shared by modules on the groups of one initialisation of torch.distributed."""
+    """State shared by modules on the same ranks since one initialisation of torch.distributed."""
 
-    def __init__(self) -> None:
-        self.number = next(_initialisations)
-        """of the initialisation; the store may outlive it"""
+    def __init__(self, scope: tuple[Any, ...] = ()) -> None:
+        number = once_per_initialisation("initialisation", lambda: next(_initialisations))
+        self.prefix = "/".join(map(str, ("autoshard", number, *scope)))
+        """of keys in the store, which may outlive the initialisation"""
         self.modules = 0
         self.calls = 0
         """calls begun, of all modules, and one per module created"""
@@ -56,10 +57,11 @@ class ModulesState:
 class FailureNotes:
     """Calls of one module, and their failures. Ranks create as many, in the same order.
 
-    As a context manager it reports errors inside to the other ranks."""
+    As a context manager it reports errors inside to the other ranks. ``scope``: the ranks that
+    create it, if they are not all, or another purpose than modules."""
 
-    def __init__(self) -> None:
-        self.common = once_per_initialisation("common", ModulesState)
+    def __init__(self, scope: tuple[Any, ...] = ()) -> None:
+        self.common = once_per_initialisation(("common", scope), lambda: ModulesState(scope))
         self.common.modules += 1
         self.common.calls += 1
         self.number = self.common.modules
@@ -153,7 +155,7 @@ class FailureNotes:
         return f"the ranks disagree on {sorted(differing)[0]}: rank {first} has another" if differing else ""
 
     def _key(self, call: int) -> str:
-        return f"autoshard/{self.common.number}/{call}"
+        return f"{self.common.prefix}/{call}"
 
 
 def wait(work: Any, notes: FailureNotes, what: Callable[[], str]) -> None:

@@ -142,10 +142,12 @@ class TorchCommunicator(Communicator):
     """The rank of this process. Process groups are created when axes are first used, or shared.
 
     All members of a group create it together. ``ranks``: the global rank of every mesh rank
-    (default: 0, 1, …). Raises :class:`MeshError` without an initialised torch.distributed, or with
-    too few ranks."""
+    (default: 0, 1, …). ``scope``: of :class:`FailureNotes`. Raises :class:`MeshError` without an
+    initialised torch.distributed, or with too few ranks."""
 
-    def __init__(self, axes: Mapping[str, int], ranks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, axes: Mapping[str, int], ranks: Sequence[int] | None = None, scope: tuple[int, ...] = ()
+    ) -> None:
         if not dist.is_initialized():
             raise MeshError("torch.distributed is not initialised: call torch.distributed.init_process_group() first")
         self.ranks = tuple(ranks) if ranks is not None else tuple(range(dist.get_world_size()))
@@ -158,14 +160,14 @@ class TorchCommunicator(Communicator):
         self.generators: SynchronisedGenerators | None = None
         """set inside :func:`synchronised_rng`"""
         self._at: tuple[Move | None, str] = (None, "a collective")
-        self.notes = FailureNotes()
+        self.notes = FailureNotes(scope)
         self.spare = BufferPool()
 
     @classmethod
-    def of(cls, mesh: Any) -> TorchCommunicator:
+    def of(cls, mesh: Any, scope: tuple[int, ...] = ()) -> TorchCommunicator:
         """The communicator of a torch ``DeviceMesh``, on its process groups."""
         names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.mesh.ndim))
-        comm = cls(dict(zip(names, mesh.mesh.shape, strict=True)), mesh.mesh.flatten().tolist())
+        comm = cls(dict(zip(names, mesh.mesh.shape, strict=True)), mesh.mesh.flatten().tolist(), scope)
         for i, name in enumerate(names):
             comm._handles[tuple(sorted(comm.ranks[r] for r in comm.group((name,))))] = mesh.get_group(i)
         return comm

@@ -1,0 +1,1 @@
+"""Transfers: from any layout on any mesh to any layout on any mesh."""

@@ -1,0 +1,359 @@
+"""The schedule of a transfer: who sends which box to whom, computed alike on every rank without messages."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from autoshard.errors import PlanError
+from autoshard.hardware import Hardware
+from autoshard.passes.ir.text import show_bytes, show_seconds
+from autoshard.plans.plan import Plan
+from autoshard.transfers.flow import Demand, choose_senders
+from autoshard.transfers.holdings import Box, Grid, Held, Holdings, Link, Replica, holdings_of_plan, sub_boxes
+
+MOST_SHOWN_RANKS = 16
+"""ranks up to which ``str()`` shows who sends what to whom"""
+
+
+class Piece(NamedTuple):
+    """A box of a target tensor that one rank sends and another receives; equal ranks: it is there already."""
+
+    sender: int
+    receiver: int
+    source: str
+    target: str
+    source_box: Box
+    """(start, length) per dim of the source tensor"""
+    target_box: Box
+    dtype: torch.dtype
+    """in which it is sent"""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(n for _, n in self.source_box) * self.dtype.itemsize
+
+
+class Message(NamedTuple):
+    """All that ``sender`` sends to ``receiver``, in bytes."""
+
+    sender: int
+    receiver: int
+    bytes: int
+
+
+class _Alike(NamedTuple):
+    """Links between tensors of equal shapes, layouts and ranks: one problem, solved once."""
+
+    links: list[Link]
+    grid: Grid
+    dtype: torch.dtype
+
+
+class _Run(NamedTuple):
+    """Boxes ``numbers`` of every link of ``alike``."""
+
+    alike: _Alike
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Who sends what to whom, so that each target rank gets the rest of its shard, each byte once.
+
+    ``received`` and ``sent``: bytes by global rank. ``print()`` shows them, who sends to whom, and
+    the predicted seconds.
+    """
+
+    source: Holdings = field(repr=False)
+    target: Holdings = field(repr=False)
+    hardware: Hardware = field(repr=False)
+    messages: tuple[Message, ...]
+    """one per pair of ranks, by sender and receiver"""
+    least_most_sent: int
+    """least possible bytes of the most-loaded sender"""
+    _shares: Mapping[Demand, list[tuple[int, int]]] = field(repr=False)
+    _runs: Mapping[Demand, list[_Run]] = field(repr=False)
+    _kept: Sequence[tuple[int, _Run]] = field(repr=False)
+    dtype_of: Callable[[Link], torch.dtype] = field(repr=False)
+    """the dtype in which a link's tensor is sent"""
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All global ranks of both meshes."""
+        return tuple(sorted({r for side in (self.source, self.target) for r in _ranks_of(side)}))
+
+    @cached_property
+    def received(self) -> dict[int, int]:
+        """Bytes that each rank receives from others."""
+        return self._sums(1)
+
+    @cached_property
+    def sent(self) -> dict[int, int]:
+        """Bytes that each rank sends to others."""
+        return self._sums(0)
+
+    def _sums(self, side: int) -> dict[int, int]:
+        found = dict.fromkeys(self.ranks, 0)
+        for message in self.messages:
+            found[message[side]] += message.bytes
+        return found
+
+    @property
+    def most_sent(self) -> int:
+        """Bytes of the most-loaded sender."""
+        return max(self.sent.values(), default=0)
+
+    @cached_property
+    def bound(self) -> dict[int, int]:
+        """Bytes of each rank's target shard that the rank does not hold already: none can receive fewer.
+
+        Computed from the layouts of each rank, not from the schedule.
+        """
+        found, known = dict.fromkeys(self.ranks, 0), dict[object, dict[int, int]]()
+        for links, source, target, dtype in _grouped(self.source, self.target, self._links, self.dtype_of):
+            link = links[0]
+            key = source.shape, source.replicas, target.shape, target.replicas, *link[2:]
+            if key not in known:
+                ranks = {r for replica in target.replicas for r in replica.ranks}
+                known[key] = {r: _lacking(source, target, link, r) for r in ranks}
+            for rank, elements in known[key].items():
+                found[rank] += len(links) * elements * dtype.itemsize
+        return found
+
+    @property
+    def _links(self) -> list[Link]:
+        runs = itertools.chain((run for _, run in self._kept), *self._runs.values())
+        found = {id(run.alike): run.alike.links for run in runs}
+        return [link for links in found.values() for link in links]
+
+    def pieces(self, rank: int) -> Iterator[Piece]:
+        """The boxes that ``rank`` sends, receives or keeps, in the order of each pair's message."""
+        for needer, run in self._kept:
+            if needer == rank:
+                yield from (_piece(rank, rank, run.alike, link, box) for link, box in _boxes(run))
+        for demand, shares in self._shares.items():
+            if demand.needer == rank or any(sender == rank for sender, _ in shares):
+                yield from (p for p in _cut(demand, shares, self._runs[demand]) if rank in p[:2])
+
+    @cached_property
+    def seconds_by_level(self) -> dict[str, float]:
+        """Predicted seconds of the busiest rank: "node" within nodes, "network" between them."""
+        busy: dict[tuple[int, int, bool], int] = defaultdict(int)
+        peers: dict[tuple[int, int, bool], int] = defaultdict(int)
+        for message in self.messages:
+            far = self._node(message.sender) != self._node(message.receiver)
+            for side in (0, 1):
+                busy[message[side], side, far] += message.bytes
+                peers[message[side], side, far] += 1
+        found = {}
+        for name, far, link in (("node", False, self.hardware.node), ("network", True, self.hardware.network)):
+            latency, per_byte = link.rate("permute", 2)
+            each = (peers[key] * latency + n * per_byte for key, n in busy.items() if key[2] == far)
+            found[name] = max(each, default=0.0)
+        return found
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds; nodes and the network between them are used at the same time."""
+        return max(self.seconds_by_level.values())
+
+    def _node(self, rank: int) -> int:
+        return rank // self.hardware.devices_per_node
+
+    def __str__(self) -> str:
+        total, pairs = sum(m.bytes for m in self.messages), len(self.messages)
+        levels = ", ".join(f"{name} {show_seconds(s)}" for name, s in self.seconds_by_level.items() if s)
+        senders, receivers = ({m[side] for m in self.messages} for side in (0, 1))
+        lines = [
+            f"transfer: {show_bytes(total)} in {pairs} messages, {len(senders)} senders → {len(receivers)} receivers",
+            f"most sent by a rank {show_bytes(self.most_sent)} (least possible {show_bytes(self.least_most_sent)}), "
+            f"most received {show_bytes(max(self.received.values(), default=0))}",
+            f"predicted {show_seconds(self.seconds)}" + (f": {levels}" if levels else ""),
+        ]
+        if not pairs:
+            lines[0] = "transfer: nothing to send, every rank holds its target shard already"
+        elif len(senders | receivers) <= MOST_SHOWN_RANKS:
+            lines += ["", *_matrix(self.messages, sorted(senders), sorted(receivers))]
+        return "\n".join(lines)
+
+
+def transfer_schedule(
+    source: Plan,
+    target: Plan,
+    *,
+    source_ranks: Sequence[int] | None = None,
+    target_ranks: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Schedule:
+    """The schedule that moves the weights of plan ``source`` into the layouts of plan ``target``.
+
+    Args:
+        source, target: plans of one model, on any meshes.
+        source_ranks, target_ranks: the global rank of each rank of a plan's mesh, by default 0, 1, …
+            The two may be the same, overlap, or be disjoint.
+        dtype: dtype on the wire; default: the smaller of the source's and the target's.
+
+    Raises :class:`PlanError` for tensors that the source lacks, other shapes, or wrong ranks.
+    """
+    have, want = holdings_of_plan(source, source_ranks), holdings_of_plan(target, target_ranks)
+    links = equal_names(have, {n: h for n, h in want.items() if n not in target.ties})
+    return make_schedule(have, want, links, source.mesh.hardware, dtype)
+
+
+def equal_names(have: Holdings, want: Holdings) -> list[Link]:
+    """Links between tensors of equal names. Raises :class:`PlanError` for missing or misshapen ones."""
+    missing = sorted(want.keys() - have.keys())
+    if missing:
+        raise PlanError(
+            f"the source of the transfer lacks {len(missing)} tensors of the target: {missing[:5]}. "
+            "Map the names with names=, or compile both from the same model"
+        )
+    return [whole_link(name, name, have[name], held) for name, held in want.items()]
+
+
+def whole_link(source: str, target: str, have: Held, want: Held) -> Link:
+    """The link of two whole tensors. Raises :class:`PlanError` if their shapes differ."""
+    if have.shape != want.shape:
+        raise PlanError(
+            f"{target!r} of the target has shape {list(want.shape)}, but {source!r} of the source has "
+            f"{list(have.shape)}. A transfer does not reshape"
+        )
+    zeros = (0,) * len(want.shape)
+    return Link(source, target, zeros, zeros, want.shape)
+
+
+def wire_dtype(source: torch.dtype, target: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a tensor is sent: ``asked`` for floating point, else the smaller of the two."""
+    if asked is not None and source.is_floating_point and target.is_floating_point:
+        return asked
+    return source if source.itemsize < target.itemsize else target
+
+
+def make_schedule(
+    have: Holdings, want: Holdings, links: Sequence[Link], hardware: Hardware, dtype: torch.dtype | None = None
+) -> Schedule:
+    """The schedule of ``links``; see :func:`transfer_schedule`."""
+
+    def dtype_of(link: Link) -> torch.dtype:
+        return wire_dtype(have[link.source].dtype, want[link.target].dtype, dtype)
+
+    runs: dict[Demand, list[_Run]] = defaultdict(list)
+    bytes_of: dict[Demand, int] = defaultdict(int)
+    kept: list[tuple[int, _Run]] = []
+    known: dict[tuple[int, ...], tuple[tuple[int, ...], frozenset[int]]] = {}
+    for alike_links, source, target, wire in _grouped(have, want, links, dtype_of):
+        if not math.prod(alike_links[0].shape):
+            continue
+        alike = _Alike(alike_links, Grid(source, target, alike_links[0]), wire)
+        for holders, needers, numbers, elements in alike.grid.cells():
+            own, members = known.setdefault(holders, (holders, frozenset(holders)))
+            run, size = _Run(alike, numbers), elements * len(alike_links) * wire.itemsize
+            for needer in needers:
+                if needer in members:
+                    kept.append((needer, run))
+                else:
+                    demand = Demand(own, needer, wire.itemsize)
+                    runs[demand].append(run)
+                    bytes_of[demand] += size
+    unit = math.gcd(*(d.size for d in bytes_of)) or 1
+    shares, least = choose_senders(bytes_of, lambda rank: rank // hardware.devices_per_node, unit)
+    pairs: dict[tuple[int, int], int] = defaultdict(int)
+    for demand, row in shares.items():
+        for sender, size in row:
+            pairs[sender, demand.needer] += size
+    messages = tuple(Message(*pair, size) for pair, size in sorted(pairs.items()))
+    return Schedule(have, want, hardware, messages, least, shares, runs, kept, dtype_of)
+
+
+def _grouped(
+    have: Holdings, want: Holdings, links: Sequence[Link], dtype: Callable[[Link], torch.dtype]
+) -> Iterator[tuple[list[Link], Held, Held, torch.dtype]]:
+    """Links that pose the same problem, with the tensors of the first of them."""
+    numbers: dict[object, int] = {}
+
+    def number(held: Held) -> tuple[object, ...]:
+        """Equal for equal replicas, and quick to compare."""
+        return held.shape, *(numbers.setdefault(r, len(numbers)) for r in held.replicas)
+
+    of_held = {id(h): number(h) for side in (have, want) for h in side.values()}
+    found: dict[object, list[Link]] = {}
+    for link in links:
+        key = of_held[id(have[link.source])], of_held[id(want[link.target])], *link[2:], dtype(link)
+        found.setdefault(key, []).append(link)
+    for group in found.values():
+        yield group, have[group[0].source], want[group[0].target], dtype(group[0])
+
+
+def _boxes(run: _Run) -> Iterator[tuple[Link, Box]]:
+    for link in run.alike.links:
+        for number in run.numbers:
+            yield link, run.alike.grid.box(number)
+
+
+def _piece(sender: int, receiver: int, alike: _Alike, link: Link, box: Box) -> Piece:
+    source, target = (
+        tuple((start + at, n) for start, (at, n) in zip(begin, box, strict=True))
+        for begin in (link.source_start, link.target_start)
+    )
+    return Piece(sender, receiver, link.source, link.target, source, target, alike.dtype)
+
+
+def _cut(demand: Demand, shares: Sequence[tuple[int, int]], runs: Sequence[_Run]) -> Iterator[Piece]:
+    """The boxes of a demand, divided among its senders."""
+    queue = [(sender, size // demand.size) for sender, size in reversed(shares)]
+    for run in runs:
+        for link, box in _boxes(run):
+            done, elements = 0, math.prod(n for _, n in box)
+            while done < elements:
+                sender, left = queue.pop()
+                end = min(elements, done + left)
+                for part in sub_boxes(box, done, end):
+                    yield _piece(sender, demand.needer, run.alike, link, part)
+                if end - done < left:
+                    queue.append((sender, left - (end - done)))
+                done = end
+
+
+def _ranks_of(side: Holdings) -> set[int]:
+    return {rank for ranks in {r.ranks for held in side.values() for r in held.replicas} for rank in ranks}
+
+
+def _lacking(source: Held, target: Held, link: Link, rank: int) -> int:
+    """Elements of the rank's part of the target region that its part of the source does not have."""
+    own, there = target.on(rank), source.on(rank)
+    if own is None:
+        return 0
+    needed, common = 1, 1
+    for dim, size in enumerate(link.shape):
+        spans = [_within(own, rank, target.shape, dim, link.target_start[dim], size)]
+        if there is not None:
+            spans.append(_within(there, rank, source.shape, dim, link.source_start[dim], size))
+        needed *= sum(high - low for low, high in spans[0])
+        both = ((max(a, c), min(b, d)) for a, b in spans[0] for c, d in spans[-1])
+        common *= sum(max(0, high - low) for low, high in both)
+    return needed if there is None else needed - common
+
+
+def _within(
+    replica: Replica, rank: int, shape: Sequence[int], dim: int, start: int, size: int
+) -> list[tuple[int, int]]:
+    chunks = replica.local_chunks(rank, shape)[dim]
+    return [(max(s - start, 0), min(s + n - start, size)) for s, _, n in chunks if s < start + size and s + n > start]
+
+
+def _matrix(messages: Sequence[Message], senders: Sequence[int], receivers: Sequence[int]) -> Iterator[str]:
+    """Bytes from each sender (rows) to each receiver (columns)."""
+    size = {m[:2]: show_bytes(m.bytes) for m in messages}
+    rows = [["from \\ to", *map(str, receivers)]]
+    rows += [[str(s), *(size.get((s, r), "·") for r in receivers)] for s in senders]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
