@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard.errors import PlanError
 from autoshard.hardware import Hardware
-from autoshard.layout import Layout
+from autoshard.layout import Layout, Shard
 from autoshard.passes.memory.fit import DEFAULT_BUDGET_SHARE
 from autoshard.passes.microbatch import AUTO
 from autoshard.passes.propagate.recompute import Recompute
@@ -77,6 +77,57 @@ class CompileOptions:
                 "out to use the plan's, or plan again"
             )
         return replace(self, **left)
+
+    def words(self) -> Iterator[str]:
+        """Options other than the defaults, as the command line takes them: ``--like=fsdp``.
+
+        A comment ``# without …`` names an option that the command line cannot express.
+        """
+        if self.plan is not None:
+            yield from self.plan.asked
+            return
+        for pattern, hint in (self.hints or {}).items():
+            known = isinstance(hint, str | Shard)
+            yield f"--hint={pattern}={hint}" if known else "# without hints by axis"
+        if isinstance(self.like, Mapping) and any(
+            "*" in k or "." in k or not isinstance(v, str) for k, v in self.like.items()
+        ):
+            yield "# without styles by module"
+        elif isinstance(self.like, Mapping):
+            yield f"--like={','.join(f'{axis}={name}' for axis, name in self.like.items())}"
+        elif self.like is not None:
+            yield f"--like={self.like}"
+        if self.mixed_precision is not None and self.mixed_precision.param is not None:
+            yield f"--mixed-precision={str(self.mixed_precision.param).removeprefix('torch.')}"
+        if self.profile and all(isinstance(n, int | float) for n in self.profile.values()):
+            yield f"--profile={','.join(f'{name}={n:g}' for name, n in self.profile.items())}"
+        elif self.profile:
+            yield "# without the calls of the profile"
+        if self.strict:
+            yield "--strict"
+        if not isinstance(self.recompute, str):
+            yield "# without recompute by module"
+        names = (
+            "memory_budget",
+            "optimizer",
+            "recompute",
+            "micro_batches",
+            "stages",
+            "schedule",
+            "stages_per_rank",
+            "objective",
+        )
+        for name in names:
+            value = getattr(self, name)
+            if value != getattr(CompileOptions, name) and isinstance(value, str | int | float):
+                shown = (
+                    "auto"
+                    if name == "micro_batches" and value == AUTO
+                    else f"{value:.12g}"
+                    if isinstance(value, float)
+                    else value
+                )
+                yield f"--{name.replace('_', '-')}={shown}"
 
     @property
     def parts_of_plan(self) -> int:

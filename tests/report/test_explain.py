@@ -238,7 +238,8 @@ def test_a_number_of_devices() -> None:
     assert plan.cost.total_s <= costs[0] * (1 + 1e-6)
     fixed = autoshard.plan(MODEL, plan.mesh, (x,))
     assert fixed.cost == plan.cost
-    assert "dp" in plan.mesh.axes
+    assert plan.mesh.axes[0] == "dp"
+    assert all(c.mesh.size == 16 for c in plan.candidates)
     assert autoshard.Plan.from_json(plan.to_json()) == plan
 
 
