@@ -30,7 +30,9 @@ def demo(out: Path) -> int:
     """Plan, compare, print, verify, train and write into ``out``; exit status 0 if verified."""
     begun = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    print(f"1  {LARGE} in bfloat16, {LARGE_BATCH} × {LARGE_LENGTH} tokens, planned without weights or GPUs …")
+    print(
+        f"1  {LARGE} in bfloat16, {LARGE_BATCH} × {LARGE_LENGTH} tokens, planned without weights or GPUs …", flush=True
+    )
     plan, source = _large_plan()
     print_summary(plan)
     block = class_text(source, "Block").splitlines()

@@ -41,7 +41,7 @@ USUAL_ROLES = {
 
 TABLES = "sharded embedding tables"
 
-TABLES_SHARE = 0.1
+TABLES_SHARE = 0.5
 """size of sharded tables over that of other parameters from which on a strategy names them"""
 
 FULL_SHARE = 0.9

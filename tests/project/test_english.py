@@ -8,9 +8,9 @@ import english
 import pytest
 
 OLD = {
-    *("compatibility.md", "how-to/hints.md", "how-to/tables.md", "reference/coverage.md", "reference/glossary.md"),
-    *("reference/what_happens_if.md", "internals/context.md", "internals/cost_model.md", "internals/design.md"),
-    *("internals/execution.md", "internals/experts.md", "internals/pipeline.md", "internals/serving.md"),
+    *("compatibility.md", "reference/coverage.md", "reference/glossary.md"),
+    *("internals/context.md", "internals/cost_model.md", "internals/design.md"),
+    *("internals/execution.md", "internals/experts.md", "internals/pipeline.md"),
 }
 """pages under docs/ that are not edited yet; the glossary lists the old words, and coverage is generated"""
 
