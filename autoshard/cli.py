@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
             "--hint", action="append", default=[], metavar="PATTERN=HINT", help="colwise, rowwise, replicate, S(0), …"
         )
         command.add_argument(
-            "--like", metavar="PLAN", help="a named strategy: fsdp, megatron-sp, …, or dp=fsdp,tp=megatron-sp"
+            "--like", metavar="STRATEGY", help="a named strategy: fsdp, megatron-sp, …, or dp=fsdp,tp=megatron-sp"
         )
         command.add_argument("--inference", action="store_true", help="plan without a backward")
         command.add_argument(

@@ -11,6 +11,7 @@ from autoshard.hardware import Hardware
 from autoshard.layout import Layout, Shard
 from autoshard.passes.memory.fit import DEFAULT_BUDGET_SHARE
 from autoshard.passes.microbatch import AUTO
+from autoshard.passes.propagate.named_strategies.strategies import STRATEGY_NAMES
 from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.plan import Plan
 from autoshard.precision import Precision
@@ -87,47 +88,26 @@ class CompileOptions:
             yield from self.plan.asked
             return
         for pattern, hint in (self.hints or {}).items():
-            known = isinstance(hint, str | Shard)
-            yield f"--hint={pattern}={hint}" if known else "# without hints by axis"
-        if isinstance(self.like, Mapping) and any(
-            "*" in k or "." in k or not isinstance(v, str) for k, v in self.like.items()
-        ):
-            yield "# without styles by module"
-        elif isinstance(self.like, Mapping):
-            yield f"--like={','.join(f'{axis}={name}' for axis, name in self.like.items())}"
-        elif self.like is not None:
-            yield f"--like={self.like}"
+            yield f"--hint={pattern}={hint}" if isinstance(hint, str | Shard) else "# without hints by axis"
+        names: dict[str, Any] = {name: getattr(self, name) for name in _OPTION_NAMES}
+        if isinstance(self.like, Mapping):
+            by_axis = all(isinstance(v, str) and v in STRATEGY_NAMES for v in self.like.values())
+            names["like"] = ",".join(f"{k}={v}" for k, v in self.like.items()) if by_axis else self.like
         if self.mixed_precision is not None and self.mixed_precision.param is not None:
-            yield f"--mixed-precision={str(self.mixed_precision.param).removeprefix('torch.')}"
+            names["mixed_precision"] = str(self.mixed_precision.param).removeprefix("torch.")
         if self.profile and all(isinstance(n, int | float) for n in self.profile.values()):
-            yield f"--profile={','.join(f'{name}={n:g}' for name, n in self.profile.items())}"
-        elif self.profile:
-            yield "# without the calls of the profile"
-        if self.strict:
-            yield "--strict"
-        if not isinstance(self.recompute, str):
-            yield "# without recompute by module"
-        names = (
-            "memory_budget",
-            "optimizer",
-            "recompute",
-            "micro_batches",
-            "stages",
-            "schedule",
-            "stages_per_rank",
-            "objective",
-        )
-        for name in names:
-            value = getattr(self, name)
-            if value != getattr(CompileOptions, name) and isinstance(value, str | int | float):
-                shown = (
-                    "auto"
-                    if name == "micro_batches" and value == AUTO
-                    else f"{value:.12g}"
-                    if isinstance(value, float)
-                    else value
+            names["profile"] = ",".join(f"{name}={n:g}" for name, n in self.profile.items())
+        if self.micro_batches == AUTO:
+            names["micro_batches"] = "auto"
+        for name, value in names.items():
+            if value == getattr(CompileOptions, name):
+                continue
+            if not isinstance(value, str | int | float):
+                yield f"# without {name} by module" if name != "profile" else "# without the calls of the profile"
+            else:
+                yield f"--{name.replace('_', '-')}" + (
+                    "" if value is True else f"={value:.12g}" if isinstance(value, float) else f"={value}"
                 )
-                yield f"--{name.replace('_', '-')}={shown}"
 
     @property
     def parts_of_plan(self) -> int:
@@ -167,3 +147,9 @@ class KnownLayouts:
 
 
 NOTHING_KNOWN = KnownLayouts()
+
+_OPTION_NAMES = (
+    *("like", "memory_budget", "optimizer", "recompute", "mixed_precision", "micro_batches", "stages", "schedule"),
+    *("stages_per_rank", "objective", "profile", "strict"),
+)
+"""options that the command line has, too"""

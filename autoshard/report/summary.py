@@ -39,10 +39,7 @@ USUAL_ROLES = {
 }
 """usual name of a mesh axis → first words of the roles that it stands for"""
 
-TABLES = "sharded embedding tables"
-
-TABLES_SHARE = 0.5
-"""size of sharded tables over that of other parameters from which on a strategy names them"""
+TABLES, EXPERTS = "sharded embedding tables", "sharded experts"
 
 FULL_SHARE = 0.9
 """share of a block's FLOPs, but its last product's, from which on its recomputation is called full"""
@@ -101,7 +98,7 @@ def what_if(plan: Record) -> Iterator[tuple[str, str]]:
     """(question, command line) of nearby plans; MODEL stands for a model that the command line has no name for."""
     mesh, hardware, rows = dict(zip(plan.mesh.axes, plan.mesh.shape, strict=True)), plan.mesh.hardware, _samples(plan)
     (*name,) = (word for word in plan.asked if word[0] not in "-#")
-    comments = [word for word in plan.asked if word.startswith("#")]
+    comments = dict.fromkeys(word for word in plan.asked if word.startswith("#"))
     own: dict[str, list[str]] = {}
     for option, _, value in (word.partition("=") for word in plan.asked if word.startswith("--")):
         own.setdefault(option, []).append(value)
@@ -224,21 +221,24 @@ def _placement(use: str, axis: str) -> str:
 
 
 def _data_role(plan: Record, axis: str) -> str:
-    """Which ZeRO stage most parameters have along an axis of the batch; parameters that are read
-    sharded, such as embedding tables, have none."""
+    """ZeRO stage of most parameters along an axis of the batch; then tables and experts that are read
+    sharded, from a third of all parameters on."""
     size: Counter[str] = Counter()
-    pairs = (pair for c in plan.choices.values() for pair in zip(c.inputs, c.uses, strict=True))
-    placed = {name for name, use in pairs if _placement(use, axis)[0] in "SO"}
+    placed: dict[str, str] = {}
+    for c in plan.choices.values():
+        kind = EXPERTS if "experts" in c.op else TABLES if re.search("embedding|pooled", c.op) else ""
+        placed |= {n: kind for n, use in zip(c.inputs, c.uses, strict=True) if _placement(use, axis)[0] in "SO"}
     for name, kind in plan.kinds.items():
         if kind == "parameter" and name in placed:
-            size[TABLES] += math.prod(plan.shapes[name])
+            size[placed[name]] += math.prod(plan.shapes[name])
         elif kind == "parameter":
             stored = isinstance(plan.layouts[name][axis], Shard)
             stage = plan.zero.get(name, 3) if plan.training else 3
             size[f"ZeRO-{stage}" if stored else "data parallel"] += math.prod(plan.shapes[name])
-    tables = size.pop(TABLES, 0)
+    total, sharded = size.total(), {kind: size.pop(kind, 0) for kind in (TABLES, EXPERTS, "")}
+    del sharded[""]
     most = max(size, key=lambda name: size[name], default="data parallel")
-    return f"{most} + {TABLES}" if tables > TABLES_SHARE * size.total() else most
+    return " + ".join([most, *(kind for kind, n in sharded.items() if 3 * n > total)])
 
 
 def _shards_sequence(plan: Record, axis: str) -> bool:
@@ -321,7 +321,9 @@ def _memory_text(plan: Record) -> str:
     if limit >= UNLIMITED_BYTES:
         return f"{show_bytes(peak)} per rank at the peak{where}"
     fits = "fits" if peak <= limit else "does not fit"
-    return f"{fits}: {show_bytes(peak)} of {show_bytes(limit)} per rank ({peak / limit:.0%}){where}"
+    asked = any(word.startswith("--memory-budget=") for word in plan.asked)
+    budget = f", within the budget of {show_bytes(plan.memory_budget)}" if asked else ""
+    return f"{fits}: {show_bytes(peak)} of {show_bytes(limit)} per rank ({peak / limit:.0%}){budget}{where}"
 
 
 def _step_text(cost: Cost) -> str:

@@ -48,7 +48,7 @@ def plan(name: str) -> autoshard.Plan:
         module = reference.model().bfloat16()
     inputs = reference.inputs(**sizes)
     args, kwargs = tree_map_only(torch.Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, inputs)
-    return autoshard.plan(module, autoshard.Mesh(mesh), args, kwargs)
+    return autoshard.plan(module, autoshard.Mesh(mesh, "h100"), args, kwargs)
 
 
 def shoot(page: Path, address: str, picture: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_module_that_is_never_called() -> None:
     lines = plan.explain("blocks").splitlines()
     assert lines[0].startswith("blocks: 12 operations, ")
     owned = [n for n, kind in plan.kinds.items() if kind == "parameter"]
-    assert [line.split()[0] for line in lines if " lies " in line] == owned
+    assert [line.split()[0] for line in lines if " has layout " in line] == owned
     with pytest.raises(autoshard.PlanError, match=r"'block' is not .* Nearest: blocks"):
         plan.explain("block")
 

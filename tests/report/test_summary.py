@@ -76,6 +76,8 @@ def test_axes_with_one_role_are_one_product_and_experts_are_named() -> None:
     assert strategy_text(plan_of("llama", {"a": 2, "b": 2}, like="fsdp")) == "ZeRO-3 over 4 ranks (a=2×b=2)"
     experts = plan_of("moe", {"dp": 2, "ep": 2}, like={"dp": "fsdp", "ep": "expert"})
     assert "ZeRO-3 over dp=2" in strategy_text(experts)
+    exchanged = plan_of("moe", {"dp": 2, "ep": 2}, like="expert")
+    assert "sharded embedding tables" not in strategy_text(exchanged)
     assert experts.mesh.axes == ("dp", "ep")
 
 
@@ -186,6 +188,8 @@ def test_a_what_if_command_of_a_plan_in_python() -> None:
         "autoshard plan MODEL --mesh tp=2 --hardware a100 --dtype float32 --batch 2 # without hints by axis"
     )
     assert "--memory-budget 36e9" in lines["half the memory"]
+    assert "within the budget" not in str(plan)
+    assert ", within the budget of 20 GB; most of it" in str(on_hardware("h100", memory_budget=20e9))
 
 
 def test_a_short_report_is_a_screen_and_a_full_one_has_every_row() -> None:
