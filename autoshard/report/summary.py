@@ -161,17 +161,23 @@ def _parallelism(plan: Record) -> Iterator[str]:
         schedule = plan.staged.schedule.replace("1f1b", "1F1B").replace("_", "-")
         where = f"{plan.staged.axis}={size}"
         yield f"pipeline parallel over {where} ({schedule}, {plan.staged.micro_batches} micro-batches{more})"
+    labels = [role for role, axes in roles.items() if role != "replicated" and not _are_usual_names(axes, role)]
     for role, axes in roles.items():
         sizes = "×".join(f"{axis}={plan.mesh.size_of(axis)}" for axis in axes)
-        usual = all(role.startswith(USUAL_ROLES.get(re.sub(r"\d+$", "", axis), "")) for axis in axes)
         if role == "replicated":
             yield f"replicated along {sizes} (unused)"
-        elif len(axes) == 1 and usual:
+        elif len(axes) == 1 and role not in labels:
             yield f"{role} over {sizes}"
-        else:
-            yield f"{role} over {plan.mesh.size_of(axes)} ranks ({sizes}{'' if usual else '; axis names are labels'})"
+        else:  # the last one says it for all
+            note = "; axis names are labels" if role in labels[-1:] else ""
+            yield f"{role} over {plan.mesh.size_of(axes)} ranks ({sizes}{note})"
     if not roles and plan.staged is None:
         yield "one device"
+
+
+def _are_usual_names(axes: Sequence[str], role: str) -> bool:
+    """Whether axes have names of their role, or names that stand for no role."""
+    return all(role.startswith(USUAL_ROLES.get(re.sub(r"\d+$", "", axis), "")) for axis in axes)
 
 
 def _axis_role(plan: Record, axis: str) -> str:

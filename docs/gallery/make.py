@@ -24,7 +24,7 @@ FLAGS = (
 MODELS = {
     "mlp": ("mlp:large", {"dp": 2, "tp": 4}, {}, "blocks.1.down linear"),
     "llama": ("llama:8b", {"dp": 2, "tp": 4}, {"batch": 8, "seq": 2048}, "blocks.1.feed_forward.down linear"),
-    "moe": ("moe:8x7b", {"dp": 4, "ep": 8}, {"batch": 8, "seq": 1024}, "blocks.1.feed_forward.experts bmm"),
+    "moe": ("moe:8x7b", {"dp": 4, "ep": 8}, {"batch": 8, "seq": 1024}, "blocks.1.feed_forward autoshard.experts"),
     "dlrm": ("dlrm:terabyte", {"dp": 8}, {"batch": 16384}, "tables.2 embedding"),
     "vit": ("vit:large", {"dp": 2, "tp": 4}, {"batch": 64}, "blocks.1.down linear"),
 }

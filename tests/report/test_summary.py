@@ -85,6 +85,8 @@ def test_an_axis_with_the_name_of_another_role_is_a_label() -> None:
     found = strategy_text(plan_of("mlp", {"tp": 2}, like={"tp": "ddp"}))
     assert found == "data parallel over 2 ranks (tp=2; axis names are labels)"
     assert strategy_text(plan_of("mlp", {"data2": 2}, like="ddp")) == "data parallel over data2=2"
+    both = strategy_text(plan_of("mlp", {"tp": 2, "dp": 2}, like={"tp": "ddp", "dp": "megatron"}))
+    assert both == "data parallel over 2 ranks (tp=2), tensor parallel over 2 ranks (dp=2; axis names are labels)"
 
 
 def test_recomputation_is_full_selective_or_none() -> None:
