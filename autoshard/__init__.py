@@ -26,6 +26,7 @@ from autoshard.mesh import Mesh
 
 if TYPE_CHECKING:
     from autoshard.api import compile, plan, score  # noqa: A004  the public name
+    from autoshard.check.bug_report import bug_report
     from autoshard.check.calibration import calibrate
     from autoshard.check.coverage import CoverageReport, coverage
     from autoshard.check.measurement import Measured, measure
@@ -83,6 +84,7 @@ _LAZY_MODULES = {
     "deferred_init": "autoshard.initialise.deferred",
     "materialise": "autoshard.initialise.deferred",
     "register_rule": "autoshard.testing",
+    "bug_report": "autoshard.check.bug_report",
     "calibrate": "autoshard.check.calibration",
     "measure": "autoshard.check.measurement",
     "Measured": "autoshard.check.measurement",
@@ -130,6 +132,7 @@ __all__ = [
     "TransferHandle",
     "TransferReport",
     "VerifyReport",
+    "bug_report",
     "calibrate",
     "clip_grad_norm_",
     "compile",

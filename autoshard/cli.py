@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
             "--hint", action="append", default=[], metavar="PATTERN=HINT", help="colwise, rowwise, replicate, S(0), …"
         )
         command.add_argument(
-            "--like", metavar="PLAN", help="a named strategy: fsdp, megatron-sp, …, or dp=fsdp,tp=megatron-sp"
+            "--like", metavar="STRATEGY", help="a named strategy: fsdp, megatron-sp, …, or dp=fsdp,tp=megatron-sp"
         )
         command.add_argument("--inference", action="store_true", help="plan without a backward")
         command.add_argument(
@@ -356,7 +357,10 @@ def _resulting_plan(options: argparse.Namespace) -> Any:
         where: dict[str, Any] = {"devices": options.devices, "hardware": options.hardware}
     else:
         where = {"mesh": _mesh(options)}
-    return autoshard.plan(model, example_args=args, example_kwargs=kwargs, **where, **_planning_arguments(options))
+    plan = autoshard.plan(model, example_args=args, example_kwargs=kwargs, **where, **_planning_arguments(options))
+    own = {name: getattr(options, name) for name in ("batch", "seq", "hardware", "like")}
+    words = [f"--{name}={value}" for name, value in own.items() if value is not None]
+    return replace(plan, asked=(options.model, *(w for w in plan.asked if not w.startswith("--like=")), *words))
 
 
 def _plan_command(options: argparse.Namespace) -> int:

@@ -85,6 +85,8 @@ def compile_graph(
     opts = opts or CompileOptions()
     folder = dumps.dump_graph(graph) if dumped else None
     found = search_graph(graph, mesh, opts, known)
+    asked = (*opts.words(), *["--dynamic"] * bool(graph.symbols.read))
+    found = replace(found, plan=replace(found.plan, asked=asked))
     if not known.later:
         found = replace(found, plan=replace(found.plan, baselines=baselines_of(search_graph, graph, mesh, opts, known)))
     if dumped:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import shutil
 import sys
 import time
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 import autoshard
 from autoshard import models
@@ -19,6 +21,7 @@ from autoshard.report.summary import setting_text, summary_rows
 LARGE, LARGE_MESH, LARGE_BATCH, LARGE_LENGTH = "llama:8b", {"dp": 8}, 16, 4096
 TINY, TINY_MESH = "llama", {"tp": 2}
 STEPS = 3
+INPUTS = "inputs.safetensors"
 SOURCE_LINES = 20
 """lines of a block's source that are printed"""
 
@@ -27,7 +30,9 @@ def demo(out: Path) -> int:
     """Plan, compare, print, verify, train and write into ``out``; exit status 0 if verified."""
     begun = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    print(f"1  {LARGE} in bfloat16, {LARGE_BATCH} × {LARGE_LENGTH} tokens, planned without weights or GPUs …")
+    print(
+        f"1  {LARGE} in bfloat16, {LARGE_BATCH} × {LARGE_LENGTH} tokens, planned without weights or GPUs …", flush=True
+    )
     plan, source = _large_plan()
     print_summary(plan)
     block = class_text(source, "Block").splitlines()
@@ -82,10 +87,12 @@ def _tiny_model(out: Path) -> bool:
     print(f"   {str(report).splitlines()[0]}: outputs, gradients, weights after {STEPS} steps, in float64")
     model.float()
     sharded = autoshard.compile(model, mesh, args, kwargs)
+    sharded.save(out / "tiny")
+    inputs = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    save_file({name: x.contiguous() for name, x in inputs.items()}, out / "tiny" / INPUTS)
     losses = [_train(trained, args, kwargs) for trained in (sharded, model)]
     for name, found in zip(("two ranks", "one device"), losses, strict=True):
         print(f"   {name:10} losses of {STEPS} steps of AdamW: {'  '.join(f'{loss:.4f}' for loss in found)}")
-    sharded.save(out / "tiny")
     return report.ok
 
 
@@ -105,6 +112,6 @@ def _print_files(out: Path, seconds: float) -> None:
     print(f"\n4  Written in {seconds:.0f} s")
     print(f"   {out / 'plan.html'}  the plan as a page: open it in a browser ({out / 'plan.json'}: the same as data)")
     print(f"   {out / 'block.py'}  all lines of the block")
-    print(
-        f"   {folder}torchrun --nproc-per-node 2 {out / 'tiny' / 'rank_module.py'} --steps {STEPS}  trains in 2 processes"
-    )
+    print("   Two processes take the same steps, with the same losses:")
+    tiny = out / "tiny"
+    print(f"   {folder}torchrun --nproc-per-node 2 {tiny / 'rank_module.py'} --inputs {tiny / INPUTS} --steps {STEPS}")

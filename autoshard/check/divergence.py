@@ -246,7 +246,7 @@ def _first_wrong_value(graph: Graph, one: _ReferenceValues, parts: _RankValues, 
             except Exception as problem:  # shapes that do not fit, or replicas that differ
                 wrong = str(problem)
             if wrong:
-                return f"{_operation_location(node)}, forward: {wrong}, layout {layout}"
+                return f"{_operation_location(node)}, forward: {wrong}, layout {layout.without_gradient()}"
         for name in node.outputs:
             want = torch.as_tensor(one.values[name])
             if name in parts.ends and (wrong := _micro_batch_mismatch(parts.ends[name], want, rtol)):
@@ -273,8 +273,9 @@ def _first_wrong_gradient(graph: Graph, one: _ReferenceValues, parts: _RankValue
             wrong = str(problem)
         if wrong:
             readers = [_operation_location(node) for node in graph.nodes if name in node.inputs]
+            layout = parts.layouts[name].without_gradient()
             where = " or ".join(readers) or f"output {name}"
-            return f"{where}, backward: gradient of {fqns.get(name, name)}: {wrong}, layout {parts.layouts[name]}"
+            return f"{where}, backward: gradient of {fqns.get(name, name)}: {wrong}, layout {layout}"
     return None
 
 

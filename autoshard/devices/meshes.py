@@ -98,7 +98,7 @@ class MeshSearch:
             return
         with self.meshes.attempt(f"a mesh of {name}"), shown_progress(f"mesh {name}"):
             graph, program, plan = self._planned(mesh)
-            named = Mesh(axes_by_role(graph, self._joined(program.assignment)), self.hardware)
+            named = Mesh(axes_by_role(graph, program.assignment), self.hardware)
             plan = replace(plan, mesh=named)  # its texts keep the old names
             log.info("mesh %s: %s", named, show_seconds(self.seconds(plan)))
             self.meshes.add(MeshPlan(shape, plan, program))
@@ -115,18 +115,27 @@ class MeshSearch:
         found = compile_graph(self.graph, mesh, self.opts, dumped=False)
         return found.graph, found.program, found.plan
 
-    def _joined(self, assignment: Assignment) -> Assignment:
-        return with_joined_axes(assignment)
-
     def _named(self, best: MeshPlan) -> Plan:
-        """The plan described again with the names of its mesh's axes."""
-        plan, assignment = best.plan, self._joined(best.program.assignment)
+        """The plan with the names of its mesh's axes.
+
+        Axes that are one group are joined, unless a collective over both takes longer than one over each.
+        """
+        own = best.program.assignment
+        joined = with_joined_axes(own)
+        if joined.mesh.ndim < own.mesh.ndim:
+            found = self._described(best.plan, joined, Mesh(axes_by_role(joined.graph, joined), self.hardware))
+            if found.cost.total_s <= best.plan.cost.total_s * (1 + OUTER_LIMITS.tie_share):
+                return found
+        return self._described(best.plan, own, best.plan.mesh)
+
+    def _described(self, plan: Plan, assignment: Assignment, mesh: Mesh) -> Plan:
+        """``assignment`` on ``mesh``, with the options of ``plan``."""
         with record_conditions() as decided:
-            program, memory = lower_and_simulate(assignment.on(plan.mesh), self.opts.optimizer)
+            program, memory = lower_and_simulate(assignment.on(mesh), self.opts.optimizer)
         found = describe_program(with_length_conditions(program, decided), self.opts.title, self.opts.optimizer, memory)
         found = replace(found, like=plan.like, mixed_precision=plan.mixed_precision, folded=plan.folded)
-        baselines = baselines_of(search_graph, self.graph, plan.mesh, self.opts)
-        return replace(found, baselines=baselines, memory_budget=plan.memory_budget)
+        baselines = baselines_of(search_graph, self.graph, mesh, self.opts)
+        return replace(found, baselines=baselines, memory_budget=plan.memory_budget, asked=plan.asked)
 
     def result(self) -> Plan:
         """The best plan, on the mesh with named axes, with its runners-up."""
@@ -251,9 +260,6 @@ class _ServingSearch(MeshSearch):
         assert plan.serving is not None
         of_tokens = next(n for n, call in enumerate(found.calls) if call.name == plan.serving.decode.name)
         return found.calls[of_tokens].graph, found.programs[of_tokens], plan
-
-    def _joined(self, assignment: Assignment) -> Assignment:
-        return assignment  # one of several, which share the mesh
 
     def _named(self, best: MeshPlan) -> Plan:
         """The plan of all calls, with the names of the mesh's axes."""

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from autoshard.compiler import compile_graph
-from autoshard.devices.meshes import check_devices, mesh_shapes, with_joined_axes
+from autoshard.devices.meshes import check_devices, mesh_shapes
 from autoshard.errors import AutoshardError, PlanError
 from autoshard.hardware import Hardware
 from autoshard.layout import Placement
@@ -482,8 +482,7 @@ class _PipelineSearch:
     def _mesh(self, estimate: PipelineEstimate) -> Mesh:
         """The full mesh, axes named by their use."""
         own = estimate.plan.mesh
-        assignment = with_joined_axes(assignment_of(estimate.plan, estimate.graph, own, {}))
-        names = axes_by_role(estimate.graph, assignment)
+        names = axes_by_role(estimate.graph, assignment_of(estimate.plan, estimate.graph, own, {}))
         return Mesh(({STAGE_AXIS: estimate.setup.stages} if estimate.setup.stages > 1 else {}) | names, own.hardware)
 
     def _in_full(self, estimate: PipelineEstimate) -> Plan:

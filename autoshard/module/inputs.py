@@ -174,7 +174,11 @@ def report_global_inputs(
     except CaptureError as error:
         example = tuple(args), dict(kwargs)
         named = zip(argument_paths(model, example), pytree.tree_leaves(example), layouts, strict=False)
-        told = [f"{n!r} {list(x.shape)} ({layout})" for n, x, layout in named if layout and layout.axes_with(Shard)]
+        told = [
+            f"{n!r} {list(x.shape)} ({layout.without_gradient()})"
+            for n, x, layout in named
+            if layout and layout.axes_with(Shard)
+        ]
         if not told or "could not be traced" not in str(error):
             raise
         text = (

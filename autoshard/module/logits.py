@@ -92,7 +92,7 @@ class ShardedLogits(GatheredOnUse):
         return _VOCAB_PARALLEL_OPS[func](args[0], func, args[1:], kwargs) if known else None
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Logits({list(self.shape)}, {self._layout})"
+        return f"Logits({list(self.shape)}, {self._layout.without_gradient()})"
 
 
 def gather_logits(tree: Any) -> Any:

@@ -410,7 +410,9 @@ def _why_replicated(choices: Mapping[str, Choice], axis: int) -> str:
     cheapest = cheapest_use({n: a for n, a in others.items() if choices[n].flops}, axis) or cheapest_use(others, axis)
     if cheapest is None:
         return "no operation can be sharded along it"
-    choice, more = choices[cheapest[0]], cheapest[1] * 1e6
+    choice, more = choices[cheapest[0]], cheapest[1]
     where = f"for {choice.op} in {choice.fqn or '(root)'}"
-    asked = f"this was asked for, or found: sharding would save {-more:.3g} µs {where}"
-    return asked if more < 0 else f"sharding would take longer: {more:.3g} µs more {where}, the cheapest to shard"
+    asked = f"this was asked for, or found: sharding would save {show_seconds(-more)} {where}"
+    return (
+        asked if more < 0 else f"sharding would take longer: {show_seconds(more)} more {where}, the cheapest to shard"
+    )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard.errors import PlanError
 from autoshard.hardware import Hardware
-from autoshard.layout import Layout
+from autoshard.layout import Layout, Shard
 from autoshard.passes.memory.fit import DEFAULT_BUDGET_SHARE
 from autoshard.passes.microbatch import AUTO
+from autoshard.passes.propagate.named_strategies.strategies import STRATEGY_NAMES
 from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.plan import Plan
 from autoshard.precision import Precision
@@ -78,6 +79,36 @@ class CompileOptions:
             )
         return replace(self, **left)
 
+    def words(self) -> Iterator[str]:
+        """Options other than the defaults, as the command line takes them: ``--like=fsdp``.
+
+        A comment ``# without …`` names an option that the command line cannot express.
+        """
+        if self.plan is not None:
+            yield from self.plan.asked
+            return
+        for pattern, hint in (self.hints or {}).items():
+            yield f"--hint={pattern}={hint}" if isinstance(hint, str | Shard) else "# without hints by axis"
+        names: dict[str, Any] = {name: getattr(self, name) for name in _OPTION_NAMES}
+        if isinstance(self.like, Mapping):
+            by_axis = all(isinstance(v, str) and v in STRATEGY_NAMES for v in self.like.values())
+            names["like"] = ",".join(f"{k}={v}" for k, v in self.like.items()) if by_axis else self.like
+        if self.mixed_precision is not None and self.mixed_precision.param is not None:
+            names["mixed_precision"] = str(self.mixed_precision.param).removeprefix("torch.")
+        if self.profile and all(isinstance(n, int | float) for n in self.profile.values()):
+            names["profile"] = ",".join(f"{name}={n:g}" for name, n in self.profile.items())
+        if self.micro_batches == AUTO:
+            names["micro_batches"] = "auto"
+        for name, value in names.items():
+            if value == getattr(CompileOptions, name):
+                continue
+            if not isinstance(value, str | int | float):
+                yield f"# without {name} by module" if name != "profile" else "# without the calls of the profile"
+            else:
+                yield f"--{name.replace('_', '-')}" + (
+                    "" if value is True else f"={value:.12g}" if isinstance(value, float) else f"={value}"
+                )
+
     @property
     def parts_of_plan(self) -> int:
         """Micro-batches of the followed plan."""
@@ -116,3 +147,9 @@ class KnownLayouts:
 
 
 NOTHING_KNOWN = KnownLayouts()
+
+_OPTION_NAMES = (
+    *("like", "memory_budget", "optimizer", "recompute", "mixed_precision", "micro_batches", "stages", "schedule"),
+    *("stages_per_rank", "objective", "profile", "strict"),
+)
+"""options that the command line has, too"""

@@ -148,7 +148,7 @@ def check_plan_options(plan: Plan, opts: CompileOptions, known: KnownLayouts, gr
             continue
         if not hint.meets(layout.placements, mesh):
             raise PlanError(
-                f"hint {hint.pattern!r}: in the given plan {hint.name!r} has layout {layout}. "
+                f"hint {hint.pattern!r}: in the given plan {hint.name!r} has layout {layout.without_gradient()}. "
                 "Leave the hint out, or plan again with it"
             )
 

@@ -148,7 +148,7 @@ def _module_lines(plan: Record, module: str) -> Iterator[str]:
     called = f" ({plan.modules[module]})" if module in plan.modules else ""
     yield f"{module}{called}: {_operations_text(len(inside))}, {show_seconds(seconds)}"
     for name in owned[:MOST_LISTED]:
-        yield f"  {name} {list(plan.shapes[name])} lies {_explained_layout(plan, name)}; {_layout_reason(plan, name)}"
+        yield f"  {name} {list(plan.shapes[name])} has layout {_explained_layout(plan, name)}; {_layout_reason(plan, name)}"
     yield from _note_lines(plan, owned)
     heavy = sorted(inside, key=lambda n: -inside[n].seconds)[:MOST_LISTED]
     for node in (n for n in inside if n in heavy):

@@ -360,6 +360,8 @@ class Record:
     """micro-batches per step; shapes and memory are those of one"""
     mixed_precision: str = ""
     """mixed-precision policy, as text; "" for none"""
+    asked: tuple[str, ...] = ()
+    """options other than the defaults, as the command line takes them: ``--like=fsdp``"""
     folded: int = 0
     """ranks of the zigzag (load-balanced) sequence order of part of the graph; 0: none"""
     candidates: tuple[Candidate, ...] = ()

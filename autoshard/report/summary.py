@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +29,15 @@ UNLIMITED_BYTES = 1e15
 """memory of a device from which on it counts as unlimited"""
 
 
-TABLES = "sharded embedding tables"
+USUAL_ROLES = {
+    **dict.fromkeys(("dp", "ddp", "fsdp", "hsdp", "data"), ("data", "ZeRO")),
+    **dict.fromkeys(("tp", "model"), ("tensor",)),
+    **dict.fromkeys(("cp", "sp"), ("context", "tensor + sequence", "spatial")),
+    "ep": ("expert",),
+}
+"""usual name of a mesh axis → first words of the roles that it stands for"""
+
+TABLES, EXPERTS = "sharded embedding tables", "sharded experts"
 
 FULL_SHARE = 0.9
 """share of a block's FLOPs, but its last product's, from which on its recomputation is called full"""
@@ -83,26 +93,42 @@ def work_seconds(plan: Record) -> float:
 
 
 def what_if(plan: Record) -> Iterator[tuple[str, str]]:
-    """(question, command line) of nearby plans; MODEL stands for the model's name."""
+    """(question, command line) of nearby plans; MODEL stands for a model that the command line has no name for."""
     mesh, hardware, rows = dict(zip(plan.mesh.axes, plan.mesh.shape, strict=True)), plan.mesh.hardware, _samples(plan)
-    budget = plan.memory_budget or hardware.memory_bytes
+    (*name,) = (word for word in plan.asked if word[0] not in "-#")
+    comments = dict.fromkeys(word for word in plan.asked if word.startswith("#"))
+    own: dict[str, list[str]] = {}
+    for option, _, value in (word.partition("=") for word in plan.asked if word.startswith("--")):
+        own.setdefault(option, []).append(value)
 
     def command(sizes: Mapping[str, int] = mesh, **changed: object) -> str:
-        asked: dict[str, object] = {"hardware": hardware.name, "batch": rows or None, "seq": _sequence_length(plan)}
-        if plan.staged is not None:
-            asked |= {"stages": plan.staged.axis, "schedule": plan.staged.schedule}
-        asked |= {"micro_batches": _step_micro_batches(plan) if _step_micro_batches(plan) > 1 else None}
-        asked |= {"optimizer": plan.optimizer if plan.optimizer != "adamw" else None, **changed}
-        words = ["autoshard plan MODEL", f"--mesh {','.join(f'{axis}={n}' for axis, n in sizes.items())}"]
-        words += [f"--{name.replace('_', '-')} {value}" for name, value in asked.items() if value is not None]
-        return " ".join([*words, *(() if plan.training else ("--inference",))])
+        asked: dict[str, object] = {"--mesh": ",".join(f"{axis}={n}" for axis, n in sizes.items())}
+        asked |= {"--hardware": hardware.name, "--dtype": _parameter_dtype(plan)}
+        if not name:  # else those of the command line are in plan.asked
+            asked |= {"--batch": rows or None, "--seq": _sequence_length(plan)}
+        asked |= {} if plan.training else {"--inference": ""}
+        asked |= {**own, **{f"--{key.replace('_', '-')}": value for key, value in changed.items()}}
+        words = ["autoshard plan", *(name or ["MODEL"])]
+        for option, values in asked.items():
+            given = [] if values is None else values if isinstance(values, list) else [values]
+            words += [f"{option} {shlex.quote(str(value))}" if value != "" else option for value in given]
+        return " ".join([*words, *comments])
 
     if rows:
         yield "twice the batch", command(batch=2 * rows)
     if hardware.memory_bytes < UNLIMITED_BYTES:
-        yield "half the memory", command(memory_budget=f"{budget / 2e9:.3g}e9")
+        yield "half the memory", command(memory_budget=f"{(plan.memory_budget or hardware.memory_bytes) / 2e9:.3g}e9")
     yield "other hardware", command(hardware="a100" if hardware.name.startswith("h100") else "h100")
     yield "twice the devices", command({**mesh, plan.mesh.axes[0]: 2 * plan.mesh.shape[0]})
+
+
+def _parameter_dtype(plan: Record) -> str | None:
+    """The floating dtype of most elements of the parameters."""
+    size: Counter[str] = Counter()
+    for name, kind in plan.kinds.items():
+        if kind == "parameter" and "float" in plan.dtypes.get(name, ""):
+            size[plan.dtypes[name]] += math.prod(plan.shapes[name])
+    return max(size, key=lambda dtype: size[dtype], default=None)
 
 
 def _sequence_length(plan: Record) -> int | None:
@@ -133,12 +159,23 @@ def _parallelism(plan: Record) -> Iterator[str]:
         schedule = plan.staged.schedule.replace("1f1b", "1F1B").replace("_", "-")
         where = f"{plan.staged.axis}={size}"
         yield f"pipeline parallel over {where} ({schedule}, {plan.staged.micro_batches} micro-batches{more})"
+    labels = [role for role, axes in roles.items() if role != "replicated" and not _are_usual_names(axes, role)]
     for role, axes in roles.items():
         sizes = "×".join(f"{axis}={plan.mesh.size_of(axis)}" for axis in axes)
-        idle = role == "replicated"
-        yield f"replicated along {sizes} (unused)" if idle else f"{role} over {sizes}"
+        if role == "replicated":
+            yield f"replicated along {sizes} (unused)"
+        elif len(axes) == 1 and role not in labels:
+            yield f"{role} over {sizes}"
+        else:  # the last one says it for all
+            note = "; axis names are labels" if role in labels[-1:] else ""
+            yield f"{role} over {plan.mesh.size_of(axes)} ranks ({sizes}{note})"
     if not roles and plan.staged is None:
         yield "one device"
+
+
+def _are_usual_names(axes: Sequence[str], role: str) -> bool:
+    """Whether axes have names of their role, or names that stand for no role."""
+    return all(role.startswith(USUAL_ROLES.get(re.sub(r"\d+$", "", axis), "")) for axis in axes)
 
 
 def _axis_role(plan: Record, axis: str) -> str:
@@ -188,23 +225,24 @@ def _placement(use: str, axis: str) -> str:
 
 
 def _data_role(plan: Record, axis: str) -> str:
-    """Which ZeRO stage most parameters have along an axis of the batch; parameters that are read
-    sharded, such as embedding tables, have none."""
+    """ZeRO stage of most parameters along an axis of the batch; then tables and experts that are read
+    sharded, from a third of all parameters on."""
     size: Counter[str] = Counter()
-    pairs = (pair for c in plan.choices.values() for pair in zip(c.inputs, c.uses, strict=True))
-    placed = {name for name, use in pairs if _placement(use, axis)[0] in "SO"}
+    placed: dict[str, str] = {}
+    for c in plan.choices.values():
+        kind = EXPERTS if "experts" in c.op else TABLES if re.search("embedding|pooled", c.op) else ""
+        placed |= {n: kind for n, use in zip(c.inputs, c.uses, strict=True) if _placement(use, axis)[0] in "SO"}
     for name, kind in plan.kinds.items():
         if kind == "parameter" and name in placed:
-            size[TABLES] += math.prod(plan.shapes[name])
+            size[placed[name]] += math.prod(plan.shapes[name])
         elif kind == "parameter":
             stored = isinstance(plan.layouts[name][axis], Shard)
             stage = plan.zero.get(name, 3) if plan.training else 3
             size[f"ZeRO-{stage}" if stored else "data parallel"] += math.prod(plan.shapes[name])
+    total, sharded = size.total(), {kind: size.pop(kind, 0) for kind in (TABLES, EXPERTS, "")}
+    del sharded[""]
     most = max(size, key=lambda name: size[name], default="data parallel")
-    if most != TABLES:
-        return most
-    del size[TABLES]
-    return f"{max(size, key=lambda name: size[name], default='data parallel')} + {TABLES}"
+    return " + ".join([most, *(kind for kind, n in sharded.items() if 3 * n > total)])
 
 
 def _shards_sequence(plan: Record, axis: str) -> bool:
@@ -268,7 +306,16 @@ def setting_text(plan: Record) -> str:
     what += f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 and plan.staged is None else ""
     mixed = f" ({plan.mixed_precision})" if plan.mixed_precision else ""
     mesh, ranks = plan.mesh, f"{plan.mesh.size} rank{'s' * (plan.mesh.size > 1)}"
-    return f"{mesh.hardware.name}, mesh {mesh}: {ranks}, {plan.dtype}{mixed}, {what}"
+    return f"{mesh.hardware.name}, mesh {mesh}: {ranks}, {plan.dtype}{mixed or _peak_text(plan)}, {what}"
+
+
+def _peak_text(plan: Record) -> str:
+    """Peak of the plan's dtype and of bfloat16, where a GPU computes faster in bfloat16."""
+    machine = plan.mesh.hardware
+    own, half = machine.peak(getattr(torch, plan.dtype)), machine.peak(torch.bfloat16)
+    if not machine.is_accelerator or own >= half:
+        return ""
+    return f" ({own / 1e12:.0f} TFLOP/s; in bfloat16 {half / 1e12:.0f} TFLOP/s)"
 
 
 def _memory_text(plan: Record) -> str:
@@ -278,7 +325,9 @@ def _memory_text(plan: Record) -> str:
     if limit >= UNLIMITED_BYTES:
         return f"{show_bytes(peak)} per rank at the peak{where}"
     fits = "fits" if peak <= limit else "does not fit"
-    return f"{fits}: {show_bytes(peak)} of {show_bytes(limit)} per rank ({peak / limit:.0%}){where}"
+    asked = any(word.startswith("--memory-budget=") for word in plan.asked)
+    budget = f", within the budget of {show_bytes(plan.memory_budget)}" if asked else ""
+    return f"{fits}: {show_bytes(peak)} of {show_bytes(limit)} per rank ({peak / limit:.0%}){budget}{where}"
 
 
 def _step_text(cost: Cost) -> str:

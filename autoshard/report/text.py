@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.errors import PlanError
-from autoshard.layout import Invariant, Layout, Replicate
+from autoshard.layout import Layout
 from autoshard.passes.ir.memory import Recomputed
 from autoshard.passes.ir.text import is_number, show_bytes, show_flops, show_seconds
 from autoshard.report.pipeline import stage_rows
@@ -126,8 +126,7 @@ def _shown_notes(plan: Record) -> list[str]:
 
 def show_layout(layout: Layout) -> str:
     """``layout`` as users see it: sharded axes first; Replicate and Invariant are both R."""
-    changes = {a: Replicate() for a in layout.axes_with(Invariant)}
-    return str(layout.replace(changes))
+    return str(layout.without_gradient())
 
 
 def shown_labels(labels: Sequence[str]) -> list[str]:

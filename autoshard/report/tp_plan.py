@@ -98,7 +98,7 @@ def _inexpressible(plan: Record, axis: str, covered: set[str]) -> Iterator[str]:
             yield f"shards along {other!r}: a tp_plan knows one axis"
     for name, kind in plan.kinds.items():
         if kind in ("parameter", "buffer") and name not in covered and _is_sharded_along(plan.layouts[name], axis):
-            yield f"{kind} {name} has layout {plan.layouts[name]}"
+            yield f"{kind} {name} has layout {plan.layouts[name].without_gradient()}"
 
 
 def _is_sharded_along(layout: Layout, axis: str) -> bool:

@@ -247,7 +247,8 @@ def serving_plan(calls: Sequence[ServedCall], found: JointPlan, opts: CompileOpt
     objective = opts.objective if opts.objective != "step" else "throughput"
     serving = Serving(objective, phases, mesh.size, found.lower_bound)
     plan = plans[serving.decode.name]
-    return replace(plan, serving=replace(serving, room=_spare_requests(plan, serving.decode, opts)))
+    room = _spare_requests(plan, serving.decode, opts)
+    return replace(plan, serving=replace(serving, room=room), asked=tuple(opts.words()))
 
 
 def profile_calls(

@@ -24,7 +24,7 @@ FLAGS = (
 MODELS = {
     "mlp": ("mlp:large", {"dp": 2, "tp": 4}, {}, "blocks.1.down linear"),
     "llama": ("llama:8b", {"dp": 2, "tp": 4}, {"batch": 8, "seq": 2048}, "blocks.1.feed_forward.down linear"),
-    "moe": ("moe:8x7b", {"dp": 4, "ep": 8}, {"batch": 8, "seq": 1024}, "blocks.1.feed_forward.experts bmm"),
+    "moe": ("moe:8x7b", {"dp": 4, "ep": 8}, {"batch": 8, "seq": 1024}, "blocks.1.feed_forward autoshard.experts"),
     "dlrm": ("dlrm:terabyte", {"dp": 8}, {"batch": 16384}, "tables.2 embedding"),
     "vit": ("vit:large", {"dp": 2, "tp": 4}, {"batch": 64}, "blocks.1.down linear"),
 }
@@ -48,7 +48,7 @@ def plan(name: str) -> autoshard.Plan:
         module = reference.model().bfloat16()
     inputs = reference.inputs(**sizes)
     args, kwargs = tree_map_only(torch.Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, inputs)
-    return autoshard.plan(module, autoshard.Mesh(mesh), args, kwargs)
+    return autoshard.plan(module, autoshard.Mesh(mesh, "h100"), args, kwargs)
 
 
 def shoot(page: Path, address: str, picture: Path) -> None:

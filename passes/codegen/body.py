@@ -25,7 +25,7 @@ from autoshard.passes.codegen.source_text import (
 from autoshard.passes.codegen.variable_names import PreferredNames, can_be_next_value
 from autoshard.passes.ir.memory import Recomputed
 from autoshard.passes.ir.program import COLLECTIVE_MATMULS, SCATTER_PRODUCT, Program, Statement, binary_bytes, reads
-from autoshard.passes.ir.text import is_number
+from autoshard.passes.ir.text import is_number, show_seconds
 from autoshard.passes.lower.blocks import Segment, module_of
 from autoshard.passes.rules.facts import is_random
 
@@ -190,7 +190,7 @@ class FunctionBody:
         names = dict.fromkeys(p.value if p.step is not None else p.node.name for p in parts if p.node is not None)
         found = [self.recomputed[n] for n in names if n in self.recomputed]
         kept, seconds = sum(r.bytes for r in found), sum(r.seconds for r in found)
-        paid = f", for {seconds * 1e6:.2g} µs" if seconds >= 1e-9 else ""
+        paid = f", for {show_seconds(float(f'{seconds:.2g}'))}" if seconds >= 1e-9 else ""
         return f"recomputed in the backward, keeps {binary_bytes(kept)} less{paid}" if kept or paid else ""
 
     def call(self, segment: Segment, kind: str, method: str, lengths: Sequence[str], kept: Collection[str]) -> None:

@@ -438,7 +438,7 @@ def fixed_parameters(parameters: Mapping[str, Layout], graph: Graph) -> dict[str
                 what = "one of several embedding tables or experts" if layout.owner else "a fused projection"
                 alike = ', or {"experts.*": "replicate"} for all experts of a list' if layout.owner else ""
                 raise PlanError(
-                    f"parameter {value.fqn!r} is {how} ({layout}), but this call does not read it as "
+                    f"parameter {value.fqn!r} is {how} ({layout.without_gradient()}), but this call does not read it as "
                     f"{what}. It may run another part of the model, or experts under autocast. Change its "
                     f'layout by hints={{{value.fqn!r}: "replicate"}}{alike} or by like=. Or compile in the '
                     "state of this call (mode, autocast, arguments), and its plan serves the other calls."

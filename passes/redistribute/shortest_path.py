@@ -68,7 +68,8 @@ class Redistribution:
         return self.forward_bytes + self.backward_bytes
 
     def __str__(self) -> str:
-        head = f"{self.src} → {self.dst}  {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        ends = [x if self.grad else x.without_gradient() for x in (self.src, self.dst)]
+        head = f"{ends[0]} → {ends[1]}  {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
         head += f" → {list(self.dst_shape)}" if self.dst_shape is not None else ""
         if not self.steps:
             return f"{head}: nothing to do"

@@ -37,8 +37,10 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert two == one
     assert {p.name for p in out.iterdir()} == {"plan.json", "plan.html", "block.py", "tiny"}
     ast.parse((out / "block.py").read_text("utf-8"))
-    done = subprocess.run([sys.executable, out / "tiny" / "rank_module.py"], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("step 0: loss ")
+    words = re.findall(r"torchrun --nproc-per-node 2 (.*)", printed)[0].split()
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
+    losses = re.findall(r"loss ([\d.]+)", done.stdout)
+    assert [f"{float(loss):.4f}" for loss in losses] == one.split()
 
 
 def test_class_text() -> None:

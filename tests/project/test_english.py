@@ -7,8 +7,22 @@ from pathlib import Path
 import english
 import pytest
 
-PAGES = ("CONTRIBUTING.md",)
-"""pages without faults; a page that was edited is added"""
+OLD = {
+    *("compatibility.md", "reference/coverage.md", "reference/glossary.md"),
+    *("internals/context.md", "internals/cost_model.md", "internals/design.md"),
+    *("internals/execution.md", "internals/experts.md"),
+}
+"""pages under docs/ that are not edited yet; the glossary lists the old words, and coverage is generated"""
+
+PAGES = [
+    "CONTRIBUTING.md",
+    "README.md",
+    *(
+        str(page.relative_to(english.ROOT))
+        for page in sorted((english.ROOT / "docs").rglob("*.md"))
+        if str(page.relative_to(english.ROOT / "docs")) not in OLD
+    ),
+]
 
 FILES = english.product_files()
 NAMES = english.public_names()

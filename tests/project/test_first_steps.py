@@ -158,6 +158,8 @@ def test_reports_have_one_letter_for_replicated_tensors() -> None:
     texts = [str(plan), plan.explain("0.weight"), plan.explain("2"), *(c.reason for c in plan.collectives)]
     texts += [use for choice in plan.choices.values() for use in choice.uses]
     assert not [text for text in texts if "I@" in text]
+    with pytest.raises(autoshard.PlanError, match=r"has layout S\(0\)@tp R@dp\. Leave the hint out"):
+        autoshard.compile(net(), plan.mesh, (X,), plan=plan, hints={"0.weight": {"dp": autoshard.Shard(0)}})
     assert {c.reason for c in plan.collectives if c.axes == ("dp",)} == {
         f"{i}.{name}: add its gradients" for i in (0, 2) for name in ("weight", "bias")
     }

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+import torch
 
 import autoshard.models.by_name
 import autoshard.passes.ir.sizes
@@ -186,6 +187,28 @@ def test_an_editable_install_serves_its_checkout_and_yields_to_another(checkout:
 
 
 # --- what is shipped ---
+
+
+def test_versions_agree() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (cited,) = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    assert project["version"] == autoshard.__version__ == cited
+
+
+def test_a_bug_report_has_versions_environment_and_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The issue templates ask for it."""
+    monkeypatch.setenv("AUTOSHARD_HARDWARE", "h100")
+    monkeypatch.setenv("SECRET_TOKEN", "not printed")
+    text = autoshard.bug_report()
+    for expected in (autoshard.__version__, f"torch {torch.__version__.partition('+')[0]}", "default hardware: h100"):
+        assert expected in text
+    assert "AUTOSHARD_HARDWARE=h100" in text
+    assert "not printed" not in text
+    sharded = autoshard.compile(torch.nn.Linear(4, 4), {"tp": 2}, (torch.zeros(2, 4),))
+    full = sharded.plan.report("full")
+    assert autoshard.bug_report(sharded) == autoshard.bug_report(sharded.plan) == f"{text}\n\n{full}"
+    templates = [path.read_text(encoding="utf-8") for path in (ROOT / ".github" / "ISSUE_TEMPLATE").iterdir()]
+    assert all("print(autoshard.bug_report())" in template for template in templates)
 
 
 def _imported(source: str) -> set[str]:

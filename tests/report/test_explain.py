@@ -103,7 +103,7 @@ def test_a_module_that_is_never_called() -> None:
     lines = plan.explain("blocks").splitlines()
     assert lines[0].startswith("blocks: 12 operations, ")
     owned = [n for n, kind in plan.kinds.items() if kind == "parameter"]
-    assert [line.split()[0] for line in lines if " lies " in line] == owned
+    assert [line.split()[0] for line in lines if " has layout " in line] == owned
     with pytest.raises(autoshard.PlanError, match=r"'block' is not .* Nearest: blocks"):
         plan.explain("block")
 
@@ -238,7 +238,8 @@ def test_a_number_of_devices() -> None:
     assert plan.cost.total_s <= costs[0] * (1 + 1e-6)
     fixed = autoshard.plan(MODEL, plan.mesh, (x,))
     assert fixed.cost == plan.cost
-    assert "dp" in plan.mesh.axes
+    assert plan.mesh.axes[0] == "dp"
+    assert all(c.mesh.size == 16 for c in plan.candidates)
     assert autoshard.Plan.from_json(plan.to_json()) == plan
 
 

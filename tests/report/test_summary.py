@@ -6,14 +6,16 @@ import copy
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autoshard
-from autoshard import Mesh, models
+from autoshard import Mesh, Shard, cli, models
 from autoshard.plans.plan import Plan
 from autoshard.report.record import Cost
 from autoshard.report.summary import (
@@ -22,8 +24,10 @@ from autoshard.report.summary import (
     step_tokens,
     strategy_text,
     summary_rows,
+    what_if,
 )
 from autoshard.report.text import plan_text
+from autoshard.viz.html import html
 
 pytestmark = pytest.mark.usefixtures("remembering")
 
@@ -69,10 +73,20 @@ def test_tables_are_not_mistaken_for_zero(like: str) -> None:
 
 @pytest.mark.slow
 def test_axes_with_one_role_are_one_product_and_experts_are_named() -> None:
-    assert strategy_text(plan_of("llama", {"a": 2, "b": 2}, like="fsdp")) == "ZeRO-3 over a=2×b=2"
+    assert strategy_text(plan_of("llama", {"a": 2, "b": 2}, like="fsdp")) == "ZeRO-3 over 4 ranks (a=2×b=2)"
     experts = plan_of("moe", {"dp": 2, "ep": 2}, like={"dp": "fsdp", "ep": "expert"})
     assert "ZeRO-3 over dp=2" in strategy_text(experts)
+    exchanged = plan_of("moe", {"dp": 2, "ep": 2}, like="expert")
+    assert "sharded embedding tables" not in strategy_text(exchanged)
     assert experts.mesh.axes == ("dp", "ep")
+
+
+def test_an_axis_with_the_name_of_another_role_is_a_label() -> None:
+    found = strategy_text(plan_of("mlp", {"tp": 2}, like={"tp": "ddp"}))
+    assert found == "data parallel over 2 ranks (tp=2; axis names are labels)"
+    assert strategy_text(plan_of("mlp", {"data2": 2}, like="ddp")) == "data parallel over data2=2"
+    both = strategy_text(plan_of("mlp", {"tp": 2, "dp": 2}, like={"tp": "ddp", "dp": "megatron"}))
+    assert both == "data parallel over 2 ranks (tp=2), tensor parallel over 2 ranks (dp=2; axis names are labels)"
 
 
 def test_recomputation_is_full_selective_or_none() -> None:
@@ -110,6 +124,74 @@ def test_the_dtype_is_that_of_most_work() -> None:
     half = autoshard.plan(reference.model().bfloat16(), {"tp": 2}, tuple(x.bfloat16() for x in args), kwargs)
     assert (half.dtype, plan_of("mlp", {"tp": 2}).dtype) == ("bfloat16", "float32")
     assert ", bfloat16, training step" in str(half).splitlines()[0]
+
+
+def test_a_faster_dtype_is_named_on_gpus_alone() -> None:
+    """In the first line of the report and on the page; not beside mixed precision."""
+    plans = {name: on_hardware(name) for name in ("h100", "cpu")}
+    hint = "float32 (67 TFLOP/s; in bfloat16 989 TFLOP/s), training step"
+    assert hint in plans["h100"].report("short").splitlines()[0]
+    assert hint in html(plans["h100"])
+    assert "float32, training step" in str(plans["cpu"])
+    mixed = on_hardware("h100", mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    assert "in bfloat16" not in str(mixed)
+
+
+def on_hardware(name: str, **asked: Any) -> Plan:
+    reference = models.get("mlp")
+    args, kwargs = reference.inputs()
+    return autoshard.plan(reference.model(), Mesh({"tp": 2}, name), args, kwargs, **asked)
+
+
+# --- what if ---
+
+COMMANDS = (
+    ["mlp", "--mesh", "dp=2,tp=2", "--hardware", "h100"],
+    ["mlp", "--mesh=dp=2,tp=2", "--hardware=h100", "--dtype=float32", "--like=dp=fsdp,tp=megatron", "--batch=8"],
+    [
+        "gpt",
+        "--mesh=tp=2",
+        "--hardware=a100",
+        "--memory-budget=3.5GB",
+        "--optimizer=sgd",
+        "--micro-batches=2",
+        "--seq=8",
+    ],
+    ["mlp", "--mesh=tp=2", "--hardware=h100", "--hint=*up.weight=S(0)", "--hint=*.bias=replicate", "--strict"],
+    ["mlp", "--mesh=tp=2", "--hardware=h100", "--inference", "--recompute=none", "--dynamic"],
+    ["mlp", "--mesh=tp=2", "--hardware=h100", "--mixed-precision=bfloat16", "--recompute=blocks"],
+    ["gpt", "--mesh=pp=2,tp=2", "--hardware=h100", "--stages=pp", "--schedule=interleaved", "--micro-batches=2"],
+)
+
+
+@pytest.mark.slow_cases("command2", "command4", "command5", "command6")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_what_if_command_has_all_options_of_its_plan(command: list[str]) -> None:
+    """Read by the parser of the command line, it differs in what the question asks, and only there."""
+    asked = cli._parser().parse_args(["plan", *command])
+    plan = cli._resulting_plan(asked)
+    changes = {"twice the batch": "batch", "half the memory": "memory_budget", "other hardware": "hardware"}
+    assert Plan.from_json(plan.to_json()).asked == plan.asked
+    for question, line in what_if(plan):
+        again = cli._parser().parse_args(shlex.split(line)[1:])
+        differs = {name for name, value in vars(asked).items() if vars(again)[name] != value} - {"mesh", "dtype"}
+        assert differs == {changes.get(question)} - {None}, line
+        assert cli._dtype_name(again) == cli._dtype_name(asked)
+        meshes = [cli._mesh(options) for options in (again, asked)]
+        assert meshes[0].size == meshes[1].size * (2 if question == "twice the devices" else 1)
+        assert again.batch == (2 * (asked.batch or 4) if question == "twice the batch" else asked.batch)
+
+
+def test_a_what_if_command_of_a_plan_in_python() -> None:
+    """The model has no name there; what the command line cannot express is a comment."""
+    plan = on_hardware("h100", hints={"*.up.weight": {"tp": Shard(0)}})
+    lines = dict(what_if(plan))
+    assert lines["other hardware"] == (
+        "autoshard plan MODEL --mesh tp=2 --hardware a100 --dtype float32 --batch 2 # without hints by axis"
+    )
+    assert "--memory-budget 36e9" in lines["half the memory"]
+    assert "within the budget" not in str(plan)
+    assert ", within the budget of 20 GB; most of it" in str(on_hardware("h100", memory_budget=20e9))
 
 
 def test_a_short_report_is_a_screen_and_a_full_one_has_every_row() -> None:

@@ -122,7 +122,7 @@ def page(path: Path) -> Iterator[Text]:
     fenced, start, lines = False, 0, list[str]()
     for number, line in enumerate([*path.read_text(encoding="utf-8").splitlines(), ""], 1):
         fenced ^= line.lstrip().startswith("```")
-        code = fenced or (line.startswith("    ") and not lines) or line.lstrip().startswith(("```", "<", "!["))
+        code = fenced or (line.startswith("    ") and not lines) or line.lstrip().startswith(("```", "<", "![", ":::"))
         if lines and (code or not line.strip() or re.match(r"\s*([-*|#>]|\d+\.) ?", line)):
             yield Text(str(path), start, " ".join(lines))
             lines = []

@@ -92,7 +92,9 @@ def _check_equal(
     else:
         same = torch.equal(a, b)
     if not same:
-        raise RuntimeMismatchError(f"{what}: rank {rank} disagrees with the ranks that hold the same data ({layout})")
+        raise RuntimeMismatchError(
+            f"{what}: rank {rank} disagrees with the ranks that hold the same data ({layout.without_gradient()})"
+        )
 
 
 def shard_for_ranks(

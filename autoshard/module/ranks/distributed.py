@@ -155,7 +155,7 @@ class RankLocalModule(ShardedModule):
         if layout is not None and not has_layout(layout, self.device_mesh, tensor):
             raise CaptureError(
                 f"{name!r} was replaced by a tensor in layout {placements or 'of a plain tensor'}; it is kept as a "
-                f"DTensor in {layout}. Copy values into it, or load them with load_full_state_dict."
+                f"DTensor in {layout.without_gradient()}. Copy values into it, or load them with load_full_state_dict."
             )
 
 

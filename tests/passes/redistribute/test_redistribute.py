@@ -86,6 +86,9 @@ def test_str_explains() -> None:
     assert text.splitlines()[0].startswith("P@a R@b → S(0)@a R@b  bfloat16[16, 16]: 256 B forward, 256 B backward")
     assert "1. reduce_scatter(a): P@a R@b → S(0)@a R@b    256 B; backward all_gather 256 B" in text
     assert str(redistribution([R, R], [R, R], (4,), M24)).endswith("nothing to do")
+    without, with_gradient = (str(redistribution([I, S0], [I, I], (16, 16), M24, grad=grad)) for grad in (False, True))
+    assert "I@" not in without  # it differs from R in the gradient alone
+    assert with_gradient.startswith("S(0)@b I@a → I@a I@b")
 
 
 def test_sizes_are_given_where_uneven() -> None:
