@@ -351,7 +351,7 @@ class Description:
             yield f"recompute {mode}", f"the backward recomputes {len(some)} of {len(self.blocks)} layers ({mode})"
             if len(some) < len(self.blocks):
                 yield "recompute some", f"only these layers are recomputed ({mode}): {patterns_text(some)}"
-        if again := [r.fqn for r in plan.recomputed if r.what == "converted"]:
+        if again := [r.fqn or r.name for r in plan.recomputed if r.what == "converted"]:
             yield "regather", f"the backward gathers again what was gathered after: {patterns_text(again)}"
         if self.recompute:
             yield "recompute operations", "the plan names each operation to recompute; others of those layers are kept"

@@ -306,8 +306,10 @@ _ANY_LAYOUT = (
 
 TARGETS = {
     "torch": Target(
-        (*_DATA, *_STEP, "zero1", "tp", "sequence", "loss", "replicated on dp", "replicated on tp", "fsdp dims")
-        + ("gpipe", "zero_bubble", "recompute some"),
+        (
+            *(*_DATA, *_STEP, "zero1", "tp", "sequence", "loss", "replicated on dp", "replicated on tp", "fsdp dims"),
+            *("gpipe", "zero_bubble", "recompute some"),
+        ),
         torch_files,
         torch_gaps,
     ),

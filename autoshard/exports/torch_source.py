@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from autoshard.errors import PlanError
 from autoshard.exports.description import Description, ModuleStyle, is_whole, modules_of, patterns_text
 from autoshard.layout import Placement, Replicate, Shard
 from autoshard.report.tp_plan import module_patterns
@@ -95,6 +96,7 @@ KEPT += [getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name
 """
 
 PIPELINE = """
+
 SPLITS = {splits}  # first layer of every stage but the first
 STAGES_PER_RANK = {virtual}
 MICRO_BATCHES = {micro_batches}
@@ -298,6 +300,11 @@ def _pipeline(found: Description, uses: dict[str, list[str]]) -> str:
     if staged is None:
         return ""
     first = {s: b for b, s in reversed(list(found.stage_of.items()))}
+    if empty := [i for i in range(len(staged.plans)) if i not in first]:
+        raise PlanError(
+            f"export('torch'): stage {empty[0]} holds no layer of its own, and torch splits between layers. "
+            "Plan with fewer stages, or fewer stages per rank"
+        )
     schedule = _SCHEDULES[staged.schedule]
     is_multi = schedule.startswith("ScheduleInterleaved")
     uses["torch.distributed.pipelining"] = [schedule, "SplitPoint", "pipeline"]
