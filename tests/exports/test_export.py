@@ -45,7 +45,7 @@ def staged() -> Plan:
 
 
 DOCUMENTED = {
-    # https://github.com/pytorch/torchtitan/blob/main/torchtitan/config/job_config.py (Parallelism, Training, ActivationCheckpoint)
+    # https://github.com/pytorch/torchtitan/blob/main/torchtitan/config/job_config.py
     "torchtitan": """local_batch_size global_batch_size seq_len mixed_precision_param data_parallel_replicate_degree
         data_parallel_shard_degree fsdp_reshard_after_forward tensor_parallel_degree disable_loss_parallel
         pipeline_parallel_degree pipeline_parallel_schedule pipeline_parallel_microbatch_size module_fqns_per_model_part
