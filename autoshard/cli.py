@@ -408,9 +408,9 @@ def _compare_command(options: argparse.Namespace) -> int:
         where = {"mesh": _mesh(options)}
     elif read_configuration(asked["like"]) is None:
         raise PlanError(f"--devices needs the file of a configuration, got --like {options.like}. Give --mesh")
-    example = {"example_args": args, "example_kwargs": kwargs}
+    example: dict[str, Any] = {"example_args": args, "example_kwargs": kwargs}
     rows = {options.like: autoshard.plan(model, **example, **where, **asked)}
-    free = {**asked, "like": None}
+    free: dict[str, Any] = {**asked, "like": None}
     rows["search, same mesh"] = autoshard.plan(model, rows[options.like].mesh, **example, **free)
     if options.devices is not None:
         rows["search"] = autoshard.plan(model, **example, **where, **free)
