@@ -67,7 +67,7 @@ def _spec(layout: Layout, ndim: int) -> str:
 JAX_HEADER = '''"""Shardings of {title} on mesh {mesh}: a PartitionSpec per parameter, a constraint per activation."""
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 AXES = {axes}
@@ -81,7 +81,8 @@ ACTIVATIONS = {{  # module → sharding of its output
 
 def make_mesh(devices=None):
     """The mesh of the plan; axes are those of the specs."""
-    return jax.make_mesh(tuple(AXES.values()), tuple(AXES), devices=devices)
+    kinds = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(tuple(AXES.values()), tuple(AXES), axis_types=kinds, devices=devices)
 
 
 def shard_parameters(params, mesh):

@@ -113,7 +113,7 @@ def test_mindspore_maps_are_the_layouts() -> None:
 def test_jax_specs_are_the_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = usual()
     text = plan.export("jax").files["shardings.py"]
-    sharding = types.SimpleNamespace(NamedSharding=None, PartitionSpec=lambda *dims: dims)
+    sharding = types.SimpleNamespace(AxisType=None, NamedSharding=None, PartitionSpec=lambda *dims: dims)
     monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(sharding=sharding))
     monkeypatch.setitem(sys.modules, "jax.sharding", sharding)
     made: dict[str, Any] = {}
