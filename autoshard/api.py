@@ -11,13 +11,14 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.compiler import capture_graph, compile_model
 from autoshard.devices import STAGE_AXIS, pipelined_for, planned_for, served_for
 from autoshard.dumps import set_up_logs
 from autoshard.errors import CaptureError, MeshError, PlanError
+from autoshard.exports import read_configuration
 from autoshard.hardware import Hardware
 from autoshard.hardware import hardware as resolve_hardware
 from autoshard.mesh import Mesh, MeshLike
@@ -58,7 +59,7 @@ from autoshard.serving import (
 set_up_logs()
 log = logging.getLogger("autoshard")
 
-Like = str | Mapping[str, Any] | None
+Like = str | os.PathLike[str] | Mapping[str, Any] | None
 
 
 def compile(  # noqa: A001  the public name
@@ -105,7 +106,10 @@ def compile(  # noqa: A001  the public name
             "replicate"``. One for all axes, or one per axis (``{"dp": "fsdp", "tp": "megatron-sp"}``).
             Or styles by module, as for ``parallelize_module`` and transformers
             (``{"layers.*.mlp.up_proj": "colwise", …}``; ``"tp_plan"``: the model's own). They hold
-            along the axis tp, else the last. All other layouts are searched.
+            along the axis tp, else the last. All other layouts are searched. Or the configuration
+            of another engine (a dict, or the path of a file): DeepSpeed, Megatron-LM flags,
+            torchtitan, transformers' DistributedConfig, vLLM. Its micro-batches, stages and
+            recomputation replace defaults.
         hints: ``{fnmatch pattern: hint}``: {axis: placement}, Shard(d), "colwise", "rowwise" or
             "replicate".
         memory_budget: peak bytes per rank of a step, everything included; default: 90 % of the
@@ -168,24 +172,22 @@ def compile(  # noqa: A001  the public name
     asked = copy_containers((like, hints, recompute, dynamic, inputs, profile))
     like, hints, recompute, dynamic, inputs, profile = asked
     resolved = Mesh.of(mesh)
+    scheduled: dict[str, Any] = {"micro_batches": micro_batches, "recompute": recompute, "like": like}
+    scheduled |= {"stages": stages, "schedule": schedule, "stages_per_rank": stages_per_rank}
+    scheduled = _as_configured(scheduled, resolved, (example_args, example_kwargs))
     opts = _make_compile_options(
         model,
-        micro_batches,
         mixed_precision,
         hints=hints,
         memory_budget=memory_budget,
         optimizer=optimizer,
-        recompute=recompute,
         strict=strict,
         plan=plan,
-        like=like,
-        stages=stages,
-        schedule=schedule,
-        stages_per_rank=stages_per_rank,
+        **scheduled,
         objective=objective,
         profile=profile,
     )
-    others = {"plan": plan, "stages": stages, "micro_batches": micro_batches != 1}
+    others = {"plan": plan, "stages": opts.stages, "micro_batches": scheduled["micro_batches"] != 1}
     check_asked(objective, profile, model.training if training is None else training, others)
     check_stages(resolved, opts)
     settings = CompileSettings(opts, training, gather_outputs, dynamic, inputs)
@@ -196,11 +198,26 @@ def compile(  # noqa: A001  the public name
 
 
 def _make_compile_options(
-    model: nn.Module, micro_batches: int | str = 1, mixed_precision: Any = None, **asked: Any
+    model: nn.Module, mixed_precision: Any = None, micro_batches: int | str = 1, **asked: Any
 ) -> CompileOptions:
     asked |= {"micro_batches": parse_micro_batches(micro_batches)}
     asked |= {"mixed_precision": precision_of(mixed_precision)}
     return CompileOptions(type(model).__name__, **asked).as_planned()
+
+
+def _as_configured(asked: dict[str, Any], mesh: Mesh, example: Any) -> dict[str, Any]:
+    """``asked`` with what a configuration given as ``like`` says, in place of defaults."""
+    like = asked["like"]
+    if like is None or (isinstance(like, Mapping) and any(axis in like for axis in mesh.axes)):
+        return asked
+    if (found := read_configuration(like)) is None:
+        return asked
+    shapes = [x.shape for x in pytree.tree_leaves(example) if isinstance(x, Tensor) and x.ndim]
+    told = found.arguments(mesh, shapes[0][0] if shapes else found.rows)
+    return {n: told.get(n, x) if n == "like" or x in (None, _DEFAULTS.get(n)) else x for n, x in asked.items()}
+
+
+_DEFAULTS = {"micro_batches": 1, "recompute": "auto", "schedule": "1f1b"}
 
 
 def _make_module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: CompileSettings) -> ShardedModule:
@@ -296,21 +313,23 @@ def plan(
     if (mesh is None) == (devices is None):
         raise MeshError("autoshard.plan needs a mesh, or devices=64 to search one. Give one of them")
     example = with_batch_size(batch, tuple(example_args), dict(example_kwargs or {}))
+    if devices is not None and (found := read_configuration(like)) is not None:
+        mesh, devices = found.mesh(devices, hardware), None
+    scheduled: dict[str, Any] = {"micro_batches": micro_batches, "recompute": recompute, "like": like}
+    scheduled |= {"stages": stages, "schedule": schedule, "stages_per_rank": stages_per_rank}
+    if mesh is not None:
+        scheduled = _as_configured(scheduled, Mesh.of(mesh, hardware), example)
+    micro_batches, stages = scheduled["micro_batches"], scheduled["stages"]
     others = {"stages": stages, "micro_batches": micro_batches != 1, "dynamic": dynamic, "inputs": inputs != "global"}
     check_asked(objective, profile, model.training if training is None else training, others)
     opts = _make_compile_options(
         model,
-        micro_batches,
         mixed_precision,
         hints=hints,
         memory_budget=memory_budget,
         optimizer=optimizer,
-        recompute=recompute,
         strict=strict,
-        like=like,
-        stages=stages,
-        schedule=schedule,
-        stages_per_rank=stages_per_rank,
+        **scheduled,
         objective=objective,
         profile=profile,
     )
@@ -319,7 +338,7 @@ def plan(
         return compile_for_mesh(model, resolved, *example, opts, training=training, dynamic=dynamic, inputs=inputs).plan
     if inputs != "global":
         raise MeshError("local inputs need a mesh: give mesh= instead of devices=")
-    opts, kind = replace(opts, like=expand_tp_plan(model, like)), resolve_hardware(hardware)
+    opts, kind = replace(opts, like=expand_tp_plan(model, opts.like)), resolve_hardware(hardware)
     check_schedule(opts, searched=stages is not None or micro_batches == "auto")
     if is_serving_asked(opts):
         calls = profile_calls(model, *example, opts)

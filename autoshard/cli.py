@@ -20,11 +20,13 @@ import autoshard
 from autoshard import models
 from autoshard.completion import SHELLS, completion_script
 from autoshard.errors import AutoshardError, HintError, MeshError, PlanError
+from autoshard.exports import KINDS, read_configuration
 from autoshard.hardware import PRESETS, free_memory
 from autoshard.hardware import hardware as resolve_hardware
 from autoshard.layout import Shard
 from autoshard.mesh import Mesh
 from autoshard.models.by_name import LoadedModel, load
+from autoshard.passes.ir.text import show_bytes, show_seconds
 from autoshard.passes.pipeline.schedules import SCHEDULES
 from autoshard.passes.propagate.named_strategies.strategies import STRATEGY_NAMES
 from autoshard.plans.plan import Plan
@@ -56,7 +58,11 @@ EXAMPLES = {
   autoshard plan gpt:small --mesh dp=4,tp=2 --hardware h100 --batch 32 --seq 256
   autoshard plan llama:8b --mesh dp=2,tp=8 --hardware h100 --batch 8 --seq 2048 --like dp=fsdp,tp=megatron-sp
   autoshard plan llama:1b --devices 8 --hardware h100 --batch 16 --seq 1024 --memory-budget 40GB --out plan.html
-  autoshard plan mlp --mesh tp=2 --dtype float32 --json plan.json""",
+  autoshard plan mlp --mesh tp=2 --dtype float32 --json plan.json
+  autoshard plan llama:8b --mesh dp=2,tp=8 --hardware h100 --export megatron --export torch=parallel""",
+    "compare": """
+  autoshard compare llama:8b --devices 8 --hardware h100 --batch 8 --seq 2048 --like megatron-flags.txt
+  autoshard compare gpt:small --mesh dp=8 --hardware h100 --batch 32 --seq 256 --like deepspeed.json""",
     "compile": """
   autoshard compile gpt --mesh tp=2 --hardware ideal_network --out gpt-tp2
   torchrun --nproc-per-node 2 gpt-tp2/rank_module.py""",
@@ -108,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         ("verify", _verify_command, "compare the sharded model with the unsharded one"),
         ("show", _show_command, "print the source, or draw the plan to .html .dot .svg .json .txt"),
         ("explain", _explain_command, "explain the layout of a parameter, a module or an operation"),
+        ("compare", _compare_command, "price the configuration of another engine with the plan of a search"),
     ):
         command = add(name, run, text)
         command.add_argument(
@@ -117,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         mesh = command.add_mutually_exclusive_group(required=True)
         mesh.add_argument("--mesh", metavar="AXES", help="axes and sizes, for example dp=2,tp=4")
-        if name == "plan":
+        if name in ("plan", "compare"):
             mesh.add_argument("--devices", type=int, metavar="N", help="how many: the mesh is searched, too")
         else:
             mesh.add_argument(
@@ -139,8 +146,12 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--hint", action="append", default=[], metavar="PATTERN=HINT", help="colwise, rowwise, replicate, S(0), …"
         )
+        configured = "or a file: DeepSpeed JSON, Megatron-LM flags, torchtitan TOML, …"
         command.add_argument(
-            "--like", metavar="STRATEGY", help="a named strategy: fsdp, megatron-sp, …, or dp=fsdp,tp=megatron-sp"
+            "--like",
+            metavar="PLAN",
+            required=name == "compare",
+            help=f"a named strategy: fsdp, megatron-sp, …, or dp=fsdp,tp=megatron-sp; {configured}",
         )
         command.add_argument("--inference", action="store_true", help="plan without a backward")
         command.add_argument(
@@ -164,6 +175,13 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--json", type=Path, metavar="FILE", help="also write the plan here, for --plan FILE")
             command.add_argument("--compare", action="store_true", help="plan the named strategies, too")
             command.add_argument("--full", action="store_true", help="print every table and row")
+            command.add_argument(
+                "--export",
+                action="append",
+                default=[],
+                metavar="KIND[=FOLDER]",
+                help=f"write the configuration of another engine to a folder, or print it: {', '.join(KINDS)}",
+            )
         if name in ("plan", "compile", "show"):
             where = "draw the plan to .html .dot .svg .json .txt" if name == "plan" else "where to write"
             command.add_argument("--out", type=Path, metavar="PATH", required=name == "compile", help=where)
@@ -294,7 +312,7 @@ def _hints(options: argparse.Namespace) -> dict[str, Any]:
 
 def _like_argument(options: argparse.Namespace) -> str | dict[str, str] | None:
     given: str | None = options.like
-    if given is None or "=" not in given:
+    if given is None or "=" not in given or Path(given).is_file():
         return given
     parts = [part.partition("=") for part in given.split(",")]
     if any(not axis or not name for axis, _, name in parts):
@@ -374,6 +392,38 @@ def _plan_command(options: argparse.Namespace) -> int:
     if options.out:
         plan.visualize(options.out)
         print(f"plan drawn to {options.out}")
+    for asked in options.export:
+        kind, _, folder = asked.partition("=")
+        found = plan.export(kind)
+        if folder:
+            for path in found.write(folder):
+                print(f"{kind}: {path}")
+            found = replace(found, files={})
+        print(found)
+    return 0
+
+
+def _compare_command(options: argparse.Namespace) -> int:
+    """Print the step of ``--like``, and of plans from a search, on the same mesh and on other meshes."""
+    model, args, kwargs = _meta_model(options)
+    asked = _planning_arguments(options)
+    where: dict[str, Any] = {"devices": options.devices, "hardware": options.hardware}
+    if options.devices is None:
+        where = {"mesh": _mesh(options)}
+    elif read_configuration(asked["like"]) is None:
+        raise PlanError(f"--devices needs the file of a configuration, got --like {options.like}. Give --mesh")
+    example: dict[str, Any] = {"example_args": args, "example_kwargs": kwargs}
+    rows = {options.like: autoshard.plan(model, **example, **where, **asked)}
+    free: dict[str, Any] = {**asked, "like": None}
+    rows["search, same mesh"] = autoshard.plan(model, rows[options.like].mesh, **example, **free)
+    if options.devices is not None:
+        rows["search"] = autoshard.plan(model, **example, **where, **free)
+    print(f"{'':32} {'mesh':24} {'step':>10} {'peak':>10}  strategy")
+    for name, plan in rows.items():
+        mesh = ",".join(f"{a}={n}" for a, n in zip(plan.mesh.axes, plan.mesh.shape, strict=True))
+        step, peak = show_seconds(plan.cost.total_s), show_bytes(plan.cost.memory_bytes)
+        count = f", {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+        print(f"{name[-32:]:32} {mesh:24} {step:>10} {peak:>10}  {plan.like or 'search'}{count}")
     return 0
 
 

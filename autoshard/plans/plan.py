@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from autoshard.exports import Exported, export
 from autoshard.layout import Layout
 from autoshard.passes.codegen import Source
 from autoshard.passes.ir.graph import Graph, Symbols
@@ -54,6 +55,14 @@ class Plan(Record):
         ``axis``: the mesh axis, by default the only one, or ``tp``.
         """
         return tp_plan(self, axis)
+
+    def export(self, kind: str) -> Exported:
+        """The plan as configuration of another engine; ``.unsaid``: what the engine cannot say.
+
+        ``kind``: "torch", "transformers", "torchtitan", "megatron", "deepspeed", "vllm",
+        "mindspore" or "jax". Raises :class:`PlanError` for another.
+        """
+        return export(self, kind)
 
     def visualize(self, path: str | os.PathLike[str], other: Record | None = None) -> None:
         """Draw into ``path`` (.html .dot .svg .json .txt .trace.json); ``other``: earlier plan."""

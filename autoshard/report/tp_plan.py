@@ -9,14 +9,14 @@ from autoshard.errors import PlanError
 from autoshard.layout import Layout, Owned, Shard
 from autoshard.report.record import Choice, Record
 
-_OUTPUT_FEATURE_DIMS = {
+OUTPUT_FEATURE_DIMS = {
     "aten.linear.default": 0,
     "aten.addmm.default": 1,
     "aten.mm.default": 1,
     "aten.matmul.default": 1,
 }
 """operation → the dim of its weight with output features"""
-_EMBEDDING_OPS = ("aten.embedding.default",)
+EMBEDDING_OPS = ("aten.embedding.default",)
 
 
 class TpPlan(dict[str, str]):
@@ -39,7 +39,7 @@ def tp_plan(plan: Record, axis: str | None = None) -> TpPlan:
             covered.add(name)
             if style:
                 found[choice.fqn] = style
-    made = TpPlan(_patterns(found, {c.fqn for c in plan.choices.values()}))
+    made = TpPlan(module_patterns(found, {c.fqn for c in plan.choices.values()}))
     made.unsaid = tuple(_inexpressible(plan, axis, covered))
     return made
 
@@ -60,13 +60,13 @@ def _styles(plan: Record, choice: Choice, axis: str) -> Iterator[tuple[str, str]
         placed, ndim = plan.layouts[name][axis], len(plan.shapes[name])
         if not isinstance(placed, Shard) or isinstance(placed, Owned):
             continue
-        if choice.op in _EMBEDDING_OPS:
+        if choice.op in EMBEDDING_OPS:
             yield name, "embedding_rowwise" if placed.dim == 0 else "embedding_colwise"
-        elif choice.op in _OUTPUT_FEATURE_DIMS and ndim == 2:
-            makes = placed.dim == _OUTPUT_FEATURE_DIMS[choice.op]
+        elif choice.op in OUTPUT_FEATURE_DIMS and ndim == 2:
+            makes = placed.dim == OUTPUT_FEATURE_DIMS[choice.op]
             gathered = makes and any(_is_returned_sharded(plan, value, axis) for value in choice.outputs)
             yield name, "colwise_gather_output" if gathered else "colwise" if makes else "rowwise"
-        elif choice.op in _OUTPUT_FEATURE_DIMS and ndim == 1:
+        elif choice.op in OUTPUT_FEATURE_DIMS and ndim == 1:
             yield name, ""  # a bias goes with its weight
 
 
@@ -76,7 +76,7 @@ def _is_returned_sharded(plan: Record, value: str, axis: str) -> bool:
     return value not in read and isinstance(plan.layouts[value][axis], Shard)
 
 
-def _patterns(found: dict[str, str], modules: set[str]) -> dict[str, str]:
+def module_patterns(found: dict[str, str], modules: set[str]) -> dict[str, str]:
     """Styles by pattern: numbers as ``*`` where all modules of a pattern have one style."""
     groups: dict[str, list[str]] = {}
     for module in modules:

@@ -22,7 +22,7 @@ FLOORS = (
     ("module", "devices"),
     ("serving", "compiler", "dumps"),
     ("plans", "initialise"),
-    ("viz", "passes.codegen", "passes.memory"),
+    ("viz", "exports", "passes.codegen", "passes.memory"),
     ("report", "passes.lower"),
     ("passes.microbatch", "passes.pipeline"),
     ("passes.capture", "passes.propagate"),

@@ -1,0 +1,6 @@
+"""Plans in the configurations of other engines (:func:`export`), and back (:func:`read_configuration`)."""
+
+from autoshard.exports.configurations import Configuration, read_configuration
+from autoshard.exports.targets import KINDS, Exported, export
+
+__all__ = ["KINDS", "Configuration", "Exported", "export", "read_configuration"]
