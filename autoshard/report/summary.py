@@ -201,9 +201,11 @@ def _axis_role(plan: Record, axis: str) -> str:
 
 def _product_role(plan: Record, choice: Choice, axis: str, weights: set[str]) -> str:
     """What a product makes of a mesh axis, by its operands and its result."""
-    if choice.op.startswith("autoshard.experts"):
-        return "expert parallel" if choice.labels[plan.mesh.index(axis)] == "exchange" else "data"
     reads = [name in weights and _placement(use, axis) for name, use in zip(choice.inputs, choice.uses, strict=True)]
+    if choice.op.startswith("autoshard.experts"):
+        if choice.labels[plan.mesh.index(axis)] == "exchange" or "S(0)" in reads:
+            return "expert parallel"
+        return "tensor parallel" if any(placed and placed[0] == "S" for placed in reads) else "data"
     made = plan.layouts[choice.outputs[0]][axis] if choice.outputs else None
     if any(placed and placed[0] in "SO" for placed in reads):
         stacked = isinstance(made, Shard) and made.dim == 0
