@@ -20,7 +20,7 @@ from autoshard.errors import (
     RuleError,
     RuntimeMismatchError,
 )
-from autoshard.hardware import Hardware, Link
+from autoshard.hardware import Hardware, Level, Link
 from autoshard.layout import Invariant, Layout, Partial, Replicate, Shard
 from autoshard.mesh import Mesh
 
@@ -106,6 +106,7 @@ __all__ = [
     "Invariant",
     "Layout",
     "LayoutError",
+    "Level",
     "Link",
     "Measured",
     "Mesh",
