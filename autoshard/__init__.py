@@ -25,7 +25,7 @@ from autoshard.layout import Invariant, Layout, Partial, Replicate, Shard
 from autoshard.mesh import Mesh
 
 if TYPE_CHECKING:
-    from autoshard.api import compile, plan, score  # noqa: A004  the public name
+    from autoshard.api import compile, plan, project, score  # noqa: A004  the public name
     from autoshard.check.calibration import calibrate
     from autoshard.check.coverage import CoverageReport, coverage
     from autoshard.check.measurement import Measured, measure
@@ -70,6 +70,7 @@ if not os.path.isdir(os.path.join(_PACKAGE_FOLDER, "passes")):
 _LAZY_MODULES = {
     "compile": "autoshard.api",
     "plan": "autoshard.api",
+    "project": "autoshard.api",
     "score": "autoshard.api",
     "ShardedModule": "autoshard.module.sharded_module",
     "clip_grad_norm_": "autoshard.module.optimizers",
@@ -86,6 +87,7 @@ _LAZY_MODULES = {
     "Measured": "autoshard.check.measurement",
     "coverage": "autoshard.check.coverage",
     "CoverageReport": "autoshard.check.coverage",
+    "Projection": "autoshard.devices.projection",
     "redistribution": "autoshard.passes.redistribute",
     "Redistribution": "autoshard.passes.redistribute",
     "visualize_layout": "autoshard.viz",
@@ -114,6 +116,7 @@ __all__ = [
     "Partial",
     "Plan",
     "PlanError",
+    "Projection",
     "Redistribution",
     "Replicate",
     "RuleError",
@@ -132,6 +135,7 @@ __all__ = [
     "materialise",
     "measure",
     "plan",
+    "project",
     "redistribution",
     "register_rule",
     "score",

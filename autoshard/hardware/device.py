@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,6 +166,7 @@ FIELD_CHECKS: dict[str, FieldCheck] = {
     "carried": _AMOUNT,
     "cpu": _FLAG,
     "disturbed": _AMOUNT,
+    "variation": ("a share from 0 to 1", lambda value: is_amount(value) and value <= 1),
     "levels": ("a tuple of Level", lambda value: isinstance(value, tuple)),
 }
 
@@ -253,6 +255,8 @@ class Hardware:
     """whether it is a CPU: convolutions then run with channels last, and autograd saves them so"""
     disturbed: float = 0.0
     """share of its measurements that steal time disturbed in every try"""
+    variation: float = 0.0
+    """standard deviation of the speeds of devices of this kind, as a share of the mean"""
     levels: tuple[Level, ...] = ()
     """levels of the cluster, innermost first, in place of ``node``, ``network`` and
     ``devices_per_node``; default: these two"""
@@ -296,6 +300,15 @@ class Hardware:
             return 0.0
         after, seconds = zip(*self.waiting, strict=True)
         return float(np.interp(computed, after, seconds))
+
+    def slowest_excess(self, ranks: int) -> float:
+        """Seconds of the slowest of ``ranks`` devices beyond those of the average one, as a share.
+
+        All wait for it in every step. Expected maximum of normal speeds (Blom 1958).
+        """
+        if not self.variation or ranks < 2:
+            return 0.0
+        return self.variation * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
     def route(self, inside: int, nodes: int, above: tuple[tuple[int, int], ...] = ()) -> Route:
         """The links of a group with ``inside`` ranks on each of ``nodes`` nodes.

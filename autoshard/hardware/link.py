@@ -189,7 +189,8 @@ class Route:
             latency, per_byte = min(latency, a + c), min(per_byte, (b + d) / 2)
         if kind == SMALL_ALL_REDUCE:
             latency = min(latency, self._rate("all_reduce")[0])
-        if kind in ("all_gather", "reduce_scatter"):  # small messages go by a tree (NCCL's PAT)
+        # small messages go by a tree (NCCL's PAT), but on several ranks per node only by rings
+        if kind in ("all_gather", "reduce_scatter") and 1 in (self.inside, self.nodes):
             latency = min(latency, self._rate("all_reduce")[0])
         return (latency + self.launch if self.ranks > 1 else 0.0), per_byte
 

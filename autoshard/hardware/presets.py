@@ -27,6 +27,13 @@
   (NVIDIA/nccl issue 1428: memory bandwidth) and reaches 47 instead of 80 % of peak on H100
   (forums.developer.nvidia.com, 337991). Over full steps compute is 18.9 % slower (Lee et al. 2025,
   arXiv 2507.03114).
+- variation: GPUs of one kind in one cluster differ by 8 % on average, by power management and
+  manufacturing (Sinha et al. 2022, "Not all GPUs are created equal", SC22: five clusters, V100 and
+  MI60, matrix products among others). Clocks of TPUs and Trainium do not follow the load.
+- rings: NCCL has trees for all-gather and reduce-scatter (PAT) only with one rank per node
+  (``src/graph/tuning.cc``); else latency grows with the number of ranks. From 8 nodes on by 22 µs
+  per node of 8: its protocol LL128 takes 1.9 µs per step in a node, 4 between nodes and about 5 in
+  the card, and carries 92 % of the bytes.
 - ``cpu``: :func:`autoshard.calibrate` (``quick=False``, medians of three runs) on two ranks and
   cores of a Xeon with AVX-512, PyTorch 2.13, gloo, one thread each. Latencies of four ranks are
   scaled by groups of four against two on the same cores. Among two ranks an all-reduce of few
@@ -68,6 +75,8 @@ from autoshard.hardware.link import SMALL_ALL_REDUCE, Level, Link, Rate
 
 GB = 1e9
 H100_OVERLAP = 0.47 / 0.8
+VARIATION = 0.08 / 5.4
+"""8 % from the slow to the fast whisker of a box plot, which are 5.4 standard deviations apart"""
 
 _H100_NODE = Link(
     8e-6,
@@ -81,7 +90,7 @@ _H100_NODE = Link(
         for ranks, latency, bandwidth in rows
     ),
 )
-_NETWORK_RATES = (("all_gather", 2, 5e-6, 1.0), ("all_gather", 8, 33e-6, 1.0))
+_NETWORK_RATES = (("all_gather", 2, 5e-6, 1.0), ("all_gather", 8, 33e-6, 1.0), ("all_gather", 128, 369e-6, 0.92))
 _TREE_RATES = (("all_reduce", 2, 22e-6, 1.0), ("all_reduce", 8, 78e-6, 0.73))  # 160 of 219 GB/s that the cards allow
 
 
@@ -149,6 +158,7 @@ _H100 = Hardware(
     unaligned=97 / 642,
     convolutions=0.5,
     ahead=PREFETCHED_BUCKETS,
+    variation=VARIATION,
 )  # fmt: skip
 
 _H100_NEW = replace(
@@ -175,7 +185,7 @@ _A100 = replace(
 
 _MI325X = Hardware(
     "mi325x", 1300e12, 6000e9, 256e9, Link(6e-6, 448 * GB), Link(15e-6, 50 * GB), kernel_latency=7e-6, overlap=H100_OVERLAP,
-    fuses=True, ahead=PREFETCHED_BUCKETS,
+    fuses=True, ahead=PREFETCHED_BUCKETS, variation=VARIATION,
 )  # fmt: skip
 
 _B200 = replace(
@@ -235,15 +245,15 @@ PRESETS: dict[str, Hardware] = {
         ),
         replace(
             _MI325X, name="tpu_v6e", flops=918e12, memory_bandwidth=1638e9, memory_bytes=32e9,
-            node=Link(3e-6, 400 * GB), network=Link(15e-6, 12 * GB), devices_per_node=256,
+            node=Link(3e-6, 400 * GB), network=Link(15e-6, 12 * GB), devices_per_node=256, variation=0.0,
         ),
         replace(
             _MI325X, name="tpu_v5p", flops=459e12, memory_bandwidth=2765e9, memory_bytes=96e9,
-            node=Link(3e-6, 600 * GB), network=Link(15e-6, 25 * GB), devices_per_node=4096,
+            node=Link(3e-6, 600 * GB), network=Link(15e-6, 25 * GB), devices_per_node=4096, variation=0.0,
         ),
         replace(
             _MI325X, name="trainium2", flops=667e12, memory_bandwidth=2900e9, memory_bytes=96e9,
-            node=Link(6e-6, 512 * GB), devices_per_node=16,
+            node=Link(6e-6, 512 * GB), devices_per_node=16, variation=0.0,
         ),
         # A laptop or CI machine: gloo over loopback, one core per rank, by autoshard.calibrate().
         Hardware(

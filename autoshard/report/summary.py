@@ -128,7 +128,7 @@ def _parallelism(plan: Record) -> Iterator[str]:
     roles: dict[str, list[str]] = {}
     for axis, size in zip(plan.mesh.axes, plan.mesh.shape, strict=True):
         if size > 1 and (plan.staged is None or axis != plan.staged.axis):
-            roles.setdefault(_axis_role(plan, axis), []).append(axis)
+            roles.setdefault(axis_role(plan, axis), []).append(axis)
     if plan.staged is not None:
         stages, size = len(plan.staged.plans), plan.mesh.size_of(plan.staged.axis)
         more = f", {stages // size} stages per rank" if stages > size else ""
@@ -143,7 +143,7 @@ def _parallelism(plan: Record) -> Iterator[str]:
         yield "one device"
 
 
-def _axis_role(plan: Record, axis: str) -> str:
+def axis_role(plan: Record, axis: str) -> str:
     """What most FLOPs of the products make of a mesh axis."""
     at, work = plan.mesh.index(axis), Counter[str]()
     weights = {name for name, kind in plan.kinds.items() if kind in ("parameter", "buffer")}

@@ -144,10 +144,11 @@ def test_rates_of_collectives_are_those_measured() -> None:
 def test_groups_that_span_nodes_are_hierarchical(nodes: int, gather: float, reduce: float) -> None:
     mesh = Mesh({"dp": nodes, "tp": 8})
     whole = mesh.link(("dp", "tp"))
-    assert whole.seconds(0.0, "all_gather") - H100.kernel_latency == pytest.approx(min(gather, reduce), rel=0.05)
+    assert whole.seconds(0.0, "all_gather") - H100.kernel_latency == pytest.approx(gather, rel=0.05)  # rings only
     assert whole._rate("all_gather")[0] == pytest.approx(gather, rel=0.05)  # of a ring
     assert whole.seconds(0.0, "all_reduce") - H100.kernel_latency == pytest.approx(reduce, rel=0.05)
     across = mesh.link("dp")
+    assert across.rate("all_gather")[0] <= across.rate("all_reduce")[0]  # with one rank per node also trees
     assert (across.inside, across.nodes) == (1, nodes)
     assert [mesh.crosses(axes) for axes in ("dp", ("dp", "tp"), "tp")] == [True, True, False]
     # A group with all cards of its nodes sends through all of them, one with a single rank per node through one.
@@ -286,6 +287,20 @@ def test_ranks_of_a_unit_share_what_it_sends() -> None:
     assert many.rate("all_gather")[1] == pytest.approx(15 / 16 * 128 / 127 / 48e9 / 8)  # the cards of a server
     # All ranks of an all-to-all send out of the pod, whatever their number.
     assert many.rate("all_to_all")[1] == pytest.approx(96 / 127 / 8e9)
+
+
+def test_the_slowest_of_many_devices_is_waited_for() -> None:
+    """Of n normal variables the largest is expected 1.42, 2.51 and 3.24 deviations above the mean (n = 8, 100, 1000)."""
+    for ranks, deviations in ((1, 0.0), (8, 1.42), (100, 2.51), (1000, 3.24)):
+        assert replace(H100, variation=0.02).slowest_excess(ranks) == pytest.approx(0.02 * deviations, rel=0.02)
+    model, x = torch.nn.Linear(1024, 1024), torch.empty(64, 1024)
+    even, uneven = (
+        autoshard.plan(
+            model, Mesh({"x": 8}, replace(H100, variation=v)), (x,), like="ddp", training=True
+        ).cost.compute_s
+        for v in (0.0, 0.02)
+    )
+    assert uneven == pytest.approx(even * (1 + 0.02 * 1.434), rel=1e-3)
 
 
 @pytest.mark.parametrize(
