@@ -18,7 +18,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from planner import EAGER, MEGATRON, Selects, attention_core, gpt, left_as_spelled, llama, made_again, plain_gpt, whole
+from planner import (
+    EAGER,
+    MEGATRON,
+    Selects,
+    attention_core,
+    gpt,
+    left_as_spelled,
+    llama,
+    made_again,
+    plain_gpt,
+    tell_errors,
+    whole,
+)
 from torch import nn
 
 import autoshard
@@ -186,16 +198,18 @@ def predicted(row: Row, batch: int) -> Iterator[tuple[float, float, int]]:
 
 def steps(names: Sequence[str]) -> None:
     print(f"{'published step':46} {'published':>9} {'predicted':>9} {'error':>7}   of it waiting, micro-batch, chunks")
+    errors = list[float]()
     for row in ROWS:
         if names and not any(n in row.name for n in names):
             continue
         found = ((*one, batch) for batch in row.batches for one in predicted(row, batch))
         step, bubble, chunks, batch = min(found)
-        error = step / row.seconds - 1
+        errors.append(error := step / row.seconds - 1)
         print(
             f"{row.name:46} {row.seconds:8.3f}s {step:8.3f}s {error:+7.1%}   {bubble:.3f}s, {batch}, {chunks}",
             flush=True,
         )
+    tell_errors({"pipeline": errors} if errors else {})
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ from autoshard.report.record import Choice, ComparedRow, Cost, Record
 Described = TypeVar("Described", bound=Record)
 
 STATED_ERRORS = {
-    "h100": "−18% to +8% on 16 published training steps",
-    "a100": "−11% to +7% on 12 published training steps",
+    "h100": "−16% to +12% on 16 published training steps",
+    "a100": "−9% to +10% on 12 published training steps",
 }
 """device → errors of predicted steps (docs/cost_model.md, plans of ``like=`` alone)"""
 
