@@ -20,12 +20,12 @@ from autoshard.errors import (
     RuleError,
     RuntimeMismatchError,
 )
-from autoshard.hardware import Hardware, Link
+from autoshard.hardware import Hardware, Level, Link
 from autoshard.layout import Invariant, Layout, Partial, Replicate, Shard
 from autoshard.mesh import Mesh
 
 if TYPE_CHECKING:
-    from autoshard.api import compile, plan, score  # noqa: A004  the public name
+    from autoshard.api import compile, plan, project, score  # noqa: A004  the public name
     from autoshard.check.bug_report import bug_report
     from autoshard.check.calibration import calibrate
     from autoshard.check.coverage import CoverageReport, coverage
@@ -73,6 +73,7 @@ if not os.path.isdir(os.path.join(_PACKAGE_FOLDER, "passes")):
 _LAZY_MODULES = {
     "compile": "autoshard.api",
     "plan": "autoshard.api",
+    "project": "autoshard.api",
     "score": "autoshard.api",
     "ShardedModule": "autoshard.module.sharded_module",
     "clip_grad_norm_": "autoshard.module.optimizers",
@@ -90,6 +91,7 @@ _LAZY_MODULES = {
     "Measured": "autoshard.check.measurement",
     "coverage": "autoshard.check.coverage",
     "CoverageReport": "autoshard.check.coverage",
+    "Projection": "autoshard.devices.projection",
     "redistribution": "autoshard.passes.redistribute",
     "Redistribution": "autoshard.passes.redistribute",
     "visualize_layout": "autoshard.viz",
@@ -115,6 +117,7 @@ __all__ = [
     "Invariant",
     "Layout",
     "LayoutError",
+    "Level",
     "Link",
     "Measured",
     "Mesh",
@@ -122,6 +125,7 @@ __all__ = [
     "Partial",
     "Plan",
     "PlanError",
+    "Projection",
     "Redistribution",
     "Replicate",
     "RuleError",
@@ -144,6 +148,7 @@ __all__ = [
     "materialise",
     "measure",
     "plan",
+    "project",
     "redistribution",
     "register_rule",
     "score",

@@ -16,11 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.compiler import capture_graph, compile_model
 from autoshard.devices import STAGE_AXIS, pipelined_for, planned_for, served_for
+from autoshard.devices.meshes import check_devices
+from autoshard.devices.projection import Projection, checked_anchor, on_cluster, projected
 from autoshard.dumps import set_up_logs
 from autoshard.errors import CaptureError, MeshError, PlanError
 from autoshard.exports import read_configuration
 from autoshard.hardware import Hardware
 from autoshard.hardware import hardware as resolve_hardware
+from autoshard.hardware.link import is_amount
 from autoshard.mesh import Mesh, MeshLike
 from autoshard.module.arguments import check_arguments, copy_containers
 from autoshard.module.in_process import InProcessModule
@@ -45,7 +48,7 @@ from autoshard.plans.options import CompileOptions, KnownLayouts
 from autoshard.plans.plan import Compiled, Plan
 from autoshard.plans.stages import check_schedule, check_stages, mesh_without_axis
 from autoshard.precision import precision_of
-from autoshard.progress import infrequent_gc
+from autoshard.progress import infrequent_gc, limited_time
 from autoshard.report.record import Cost
 from autoshard.serving import (
     check_asked,
@@ -291,6 +294,7 @@ def plan(
     strict: bool = False,
     objective: str = "step",
     profile: Mapping[str, Any] | None = None,
+    time_limit: float | None = None,
 ) -> Plan:
     """The plan that :func:`compile` would follow, on any mesh, without weights or processes.
 
@@ -301,8 +305,12 @@ def plan(
     hardware="h100"`` and no mesh, the mesh is searched, too; ``plan.candidates`` lists those tried.
     With ``micro_batches="auto"`` or ``stages="pp"``, so are stages, micro-batches and schedule. With an
     objective or a profile the plan is for one token, and ``plan.serving`` reports prompts and
-    tokens; ``compile(plan=…)`` uses its weight layouts. Raises as :func:`compile`.
+    tokens; ``compile(plan=…)`` uses its weight layouts. ``time_limit``: seconds after which the search
+    ends with its best plan so far. The part under way ends first, and a first plan is always found.
+    Raises as :func:`compile`.
     """
+    if time_limit is not None and not (is_amount(time_limit) and time_limit > 0):
+        raise PlanError(f"time_limit={time_limit!r}: give seconds above 0, such as 60")
     kinds = {"hints": hints, "training": training, "strict": strict, "dynamic": dynamic}
     check_arguments(model, example_args, example_kwargs, **kinds)
     check_inputs(inputs)
@@ -333,36 +341,85 @@ def plan(
         objective=objective,
         profile=profile,
     )
-    if mesh is not None and not is_serving_asked(opts):
-        resolved = Mesh.of(mesh, hardware)
-        return compile_for_mesh(model, resolved, *example, opts, training=training, dynamic=dynamic, inputs=inputs).plan
-    if inputs != "global":
-        raise MeshError("local inputs need a mesh: give mesh= instead of devices=")
-    opts, kind = replace(opts, like=expand_tp_plan(model, opts.like)), resolve_hardware(hardware)
-    check_schedule(opts, searched=stages is not None or micro_batches == "auto")
-    if is_serving_asked(opts):
-        calls = profile_calls(model, *example, opts)
-        if mesh is not None:
-            return serving_plan(calls, search_jointly(calls, Mesh.of(mesh, hardware), opts), opts)
+    with limited_time(time_limit):
+        if mesh is not None and not is_serving_asked(opts):
+            resolved = Mesh.of(mesh, hardware)
+            return compile_for_mesh(
+                model, resolved, *example, opts, training=training, dynamic=dynamic, inputs=inputs
+            ).plan
+        if inputs != "global":
+            raise MeshError("local inputs need a mesh: give mesh= instead of devices=")
+        opts, kind = replace(opts, like=expand_tp_plan(model, opts.like)), resolve_hardware(hardware)
+        check_schedule(opts, searched=stages is not None or micro_batches == "auto")
+        if is_serving_asked(opts):
+            calls = profile_calls(model, *example, opts)
+            if mesh is not None:
+                return serving_plan(calls, search_jointly(calls, Mesh.of(mesh, hardware), opts), opts)
+            assert devices is not None
+            return served_for(calls, devices, kind, opts)
         assert devices is not None
-        return served_for(calls, devices, kind, opts)
-    assert devices is not None
-    recorded = _has_backward(model, example, training)
-    check_lengths(max(1, opts.micro_batches), bool(recorded and dynamic))
-    graph = with_static_fallback(
-        dynamic,
-        lambda lengths: capture_graph(
-            model, *example, training=recorded, dynamic=lengths, precision=opts.mixed_precision
-        ),
-    )
-    if stages not in (None, STAGE_AXIS):
-        raise PlanError(f"stages={stages!r}: with devices= the axis of stages is {STAGE_AXIS!r}")
-    batches = opts.micro_batches if opts.micro_batches > 1 else None
-    opts = replace(opts, stages=None, micro_batches=max(1, opts.micro_batches))
-    if stages is None and micro_batches != "auto":
-        return planned_for(graph, devices, kind, opts)
-    least = 1 if stages is None else 2
-    return pipelined_for(graph, devices, kind, opts, batches, least)
+        recorded = _has_backward(model, example, training)
+        check_lengths(max(1, opts.micro_batches), bool(recorded and dynamic))
+        graph = with_static_fallback(
+            dynamic,
+            lambda lengths: capture_graph(
+                model, *example, training=recorded, dynamic=lengths, precision=opts.mixed_precision
+            ),
+        )
+        if stages not in (None, STAGE_AXIS):
+            raise PlanError(f"stages={stages!r}: with devices= the axis of stages is {STAGE_AXIS!r}")
+        batches = opts.micro_batches if opts.micro_batches > 1 else None
+        opts = replace(opts, stages=None, micro_batches=max(1, opts.micro_batches))
+        if stages is None and micro_batches != "auto":
+            return planned_for(graph, devices, kind, opts)
+        least = 1 if stages is None else 2
+        return pipelined_for(graph, devices, kind, opts, batches, least)
+
+
+def project(
+    model: nn.Module,
+    devices: Sequence[int] = (512, 2048, 8192),
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    mesh: MeshLike | None = None,
+    hardware: str | os.PathLike[str] | Hardware | None = None,
+    anchor: Any = None,
+    **asked: Any,
+) -> Projection:
+    """A table over numbers of ``devices``: memory, step, tokens/s, MFU, device hours, next lever.
+
+    The plan is that of the first number, on ``mesh`` or searched; example inputs are its batch. For
+    others its data-parallel axis grows, and the batch with it. Nothing is searched again.
+
+    Args:
+        anchor: what was measured: seconds of a step on the first number, ``(devices, seconds)``, or the
+            hardware of one node, as a file of :func:`autoshard.calibrate`. Compute is scaled to the
+            step; a node brings its rates, and ``hardware`` the links between nodes.
+        asked: as of :func:`plan`.
+
+    Raises: as :func:`plan`; :class:`MeshError` for numbers that are not multiples of the first.
+    """
+    for size in devices:
+        check_devices(size)
+    if not devices:
+        raise MeshError("autoshard.project needs numbers of devices, such as devices=(512, 2048, 8192)")
+    kind = resolve_hardware(mesh.hardware if isinstance(mesh, Mesh) and hardware is None else hardware)
+    measured = None
+    if isinstance(anchor, str | os.PathLike | Hardware):
+        kind = on_cluster(resolve_hardware(anchor), kind)
+    elif anchor is not None:
+        measured = checked_anchor(anchor, devices[0])
+    first = min(devices)
+    if mesh is None:
+        found = plan(model, None, example_args, example_kwargs, devices=first, hardware=kind, **asked)
+    else:
+        axes = Mesh.of(mesh)
+        if axes.size != first:
+            raise MeshError(f"the mesh ({axes}) has {axes.size} ranks, but the smallest number of devices is {first}")
+        sizes = Mesh(dict(zip(axes.axes, axes.shape, strict=True)), kind)
+        found = plan(model, sizes, example_args, example_kwargs, **asked)
+    return projected(found, devices, measured)
 
 
 def compile_for_mesh(

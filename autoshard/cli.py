@@ -1,4 +1,4 @@
-"""Command line: ``autoshard plan|compile|verify|show|explain MODEL --mesh dp=2,tp=4``, ``demo``, ``completion``."""
+"""Command line: ``autoshard plan|compile|verify|show|explain|project MODEL --mesh dp=2,tp=4``, ``demo``, ``completion``."""
 
 from __future__ import annotations
 
@@ -75,6 +75,9 @@ EXAMPLES = {
     "explain": """
   autoshard explain gpt head.weight --mesh dp=2,tp=2 --hardware ideal_network
   autoshard explain mlp 'blocks.*' --mesh tp=2""",
+    "project": """
+  autoshard project llama:8b --devices 64,512,4096 --mesh dp=8,tp=8 --hardware h100 --batch 64 --seq 4096
+  autoshard project gpt --devices 8,64 --hardware h100 --batch 32 --seq 256 --anchor 0.12""",
     "demo": """
   autoshard demo --out autoshard-demo""",
     "completion": """
@@ -115,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         ("show", _show_command, "print the source, or draw the plan to .html .dot .svg .json .txt"),
         ("explain", _explain_command, "explain the layout of a parameter, a module or an operation"),
         ("compare", _compare_command, "price the configuration of another engine with the plan of a search"),
+        ("project", _project_command, "print a table over numbers of devices: step, tokens/s, MFU, device hours"),
     ):
         command = add(name, run, text)
         command.add_argument(
@@ -122,9 +126,22 @@ def _parser() -> argparse.ArgumentParser:
             metavar="MODEL",
             help=f"{', '.join(models.names())}; hf:FAMILY or hf:config.json (transformers); package.module:function",
         )
-        mesh = command.add_mutually_exclusive_group(required=True)
+        mesh: Any = command if name == "project" else command.add_mutually_exclusive_group(required=True)
         mesh.add_argument("--mesh", metavar="AXES", help="axes and sizes, for example dp=2,tp=4")
-        if name in ("plan", "compare"):
+        if name == "project":
+            command.add_argument(
+                "--devices",
+                type=_numbers_argument,
+                metavar="N,N",
+                default=(512, 2048, 8192),
+                help="default 512,2048,8192",
+            )
+            command.add_argument(
+                "--anchor",
+                metavar="SECONDS",
+                help="a step measured on the first number, or the file of a calibrated node",
+            )
+        elif name in ("plan", "compare"):
             mesh.add_argument("--devices", type=int, metavar="N", help="how many: the mesh is searched, too")
         else:
             mesh.add_argument(
@@ -171,6 +188,10 @@ def _parser() -> argparse.ArgumentParser:
             _add_planning_options(command)
         if name == "explain":
             command.add_argument("name", metavar="NAME", help="a parameter, an operation, or a pattern of modules")
+        if name in ("plan", "project"):
+            command.add_argument(
+                "--time-limit", type=float, metavar="SECONDS", help="end the search then, with the best plan so far"
+            )
         if name == "plan":
             command.add_argument("--json", type=Path, metavar="FILE", help="also write the plan here, for --plan FILE")
             command.add_argument("--compare", action="store_true", help="plan the named strategies, too")
@@ -236,6 +257,13 @@ def _bytes_argument(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 40GB, 512MiB or 40e9")
 
 
+def _numbers_argument(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, such as 64,512")
+    return tuple(map(int, parts))
+
+
 def _micro_batches_argument(text: str) -> int | str:
     if text != "auto" and not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto")
@@ -244,7 +272,7 @@ def _micro_batches_argument(text: str) -> int | str:
 
 def _planning_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Arguments of :func:`autoshard.plan` from the options."""
-    names = "memory_budget optimizer recompute micro_batches strict stages schedule stages_per_rank dynamic".split()
+    names = "memory_budget optimizer recompute micro_batches strict stages schedule stages_per_rank dynamic time_limit".split()
     asked = {name: getattr(options, name) for name in names if hasattr(options, name)}
     if options.mixed_precision is not None:
         asked["mixed_precision"] = MixedPrecisionPolicy(getattr(torch, options.mixed_precision), torch.float32)
@@ -474,6 +502,18 @@ def _generated_source(options: argparse.Namespace) -> str:
 
 def _explain_command(options: argparse.Namespace) -> int:
     print(_resulting_plan(options).explain(options.name))
+    return 0
+
+
+def _project_command(options: argparse.Namespace) -> int:
+    model, args, kwargs = _meta_model(options)
+    mesh = None if options.mesh is None else _mesh(options)
+    try:
+        anchor: Any = None if options.anchor is None else float(options.anchor)
+    except ValueError:
+        anchor = options.anchor
+    where = {"mesh": mesh, "hardware": options.hardware, "anchor": anchor}
+    print(autoshard.project(model, options.devices, args, kwargs, **where, **_planning_arguments(options)))
     return 0
 
 

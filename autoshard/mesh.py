@@ -48,6 +48,12 @@ class Mesh:
         object.__setattr__(self, "axes", tuple(axes))
         object.__setattr__(self, "shape", tuple(axes.values()))
         object.__setattr__(self, "hardware", resolve_hardware(hardware))
+        outermost = self.hardware.levels[-1]
+        if self.size > outermost.size:
+            raise MeshError(
+                f"the mesh ({self}) has {self.size} ranks, but level {outermost.name!r} of {self.hardware.name} joins "
+                f"{outermost.size} devices. Use a smaller mesh, or add a level to the hardware"
+            )
 
     def __hash__(self) -> int:
         return hash((self.axes, self.shape))  # hardware is slow to hash
@@ -139,11 +145,13 @@ class Mesh:
                 yield self.group(rank, names)
 
     def link(self, axes: str | Sequence[str]) -> Route:
-        """Links of a group along ``axes``; consecutive ranks share a node."""
+        """Links of a group along ``axes``; consecutive ranks share a node, and each level above."""
         key = axes if isinstance(axes, str) else tuple(axes)
         if key not in self._links:
             numbers = tuple(self.index(a) for a in ((key,) if isinstance(key, str) else key))
-            self._links[key] = self.hardware.route(*_group_extent(self.shape, numbers, self.hardware.devices_per_node))
+            sizes = tuple(level.size for level in self.hardware.levels[:-1])
+            first, *above = _group_extent(self.shape, numbers, sizes)
+            self._links[key] = self.hardware.route(*first, tuple(above))
         return self._links[key]
 
     @cached_property
@@ -187,9 +195,11 @@ class Mesh:
 
 
 @lru_cache(maxsize=4096)
-def _group_extent(shape: tuple[int, ...], axes: tuple[int, ...], per_node: int) -> tuple[int, int]:
-    """(ranks on the fullest node, nodes) of a group along ``axes`` of a row-major grid."""
+def _group_extent(shape: tuple[int, ...], axes: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Per unit of so many devices: (ranks in the fullest unit, units) of a group along ``axes`` of a
+    row-major grid."""
     strides = [math.prod(shape[a + 1 :]) for a in axes]
     offsets = itertools.product(*(range(0, shape[a] * stride, stride) for a, stride in zip(axes, strides, strict=True)))
-    nodes = Counter(sum(offset) // per_node for offset in offsets)
-    return max(nodes.values()), len(nodes)
+    ranks = list(map(sum, offsets))
+    units = (Counter(rank // size for rank in ranks) for size in sizes)
+    return [(max(unit.values()), len(unit)) for unit in units]

@@ -13,8 +13,8 @@ from typing import TextIO
 
 SILENT_SECONDS = 2.0
 """seconds before a phase is shown on a terminal"""
-LOG_SECONDS = 10.0
-"""seconds before the first line in a log; each further line takes twice as long, up to a minute"""
+LOG_SECONDS = 20.0
+"""seconds between lines in a log"""
 _GC_THRESHOLDS = (50_000, 1000, 1000)
 """threshold of the young generation, in objects"""
 
@@ -27,7 +27,7 @@ def shown_progress(name: str, stream: TextIO | None = None) -> Iterator[None]:
     """Show ``name``, the phase inside it and elapsed seconds on ``stream`` (default: stderr).
 
     On a terminal one line is rewritten every second after the first two. In a log, a line is
-    written after 10, 30 and 70 seconds, then each minute. Under torchrun only the first rank writes.
+    written every 20 seconds. Under torchrun only the first rank writes.
     """
     out = sys.stderr if stream is None else stream
     inner = bool(_phases)
@@ -51,7 +51,7 @@ def _written(name: str, out: TextIO) -> Iterator[None]:
             where = ", ".join(dict.fromkeys((name, *_phases)))
             out.write(f"{start}autoshard: {where} … {time.perf_counter() - begin:.0f} s{end}")
             out.flush()
-            wait = 1.0 if terminal else min(2 * wait, 60.0)
+            wait = 1.0 if terminal else LOG_SECONDS
 
     thread = threading.Thread(target=show, name=f"autoshard {name}", daemon=True)
     thread.start()
@@ -64,6 +64,28 @@ def _written(name: str, out: TextIO) -> Iterator[None]:
         if seconds >= silent:
             out.write(f"{start}autoshard: {name}   {seconds:.1f} s\n")
             out.flush()
+
+
+_deadlines: list[float] = []
+"""ends of the time limits that hold, on the clock of :func:`time.perf_counter`"""
+
+
+@contextmanager
+def limited_time(seconds: float | None) -> Iterator[None]:
+    """Searches inside end after ``seconds`` with the best that they have; None: no limit."""
+    if seconds is None:
+        yield
+        return
+    _deadlines.append(time.perf_counter() + seconds)
+    try:
+        yield
+    finally:
+        _deadlines.pop()
+
+
+def is_time_up() -> bool:
+    """Whether a limit of :func:`limited_time` has passed."""
+    return bool(_deadlines) and time.perf_counter() > min(_deadlines)
 
 
 @contextmanager

@@ -18,11 +18,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from planner import MEGATRON, Selects, attention_core, gpt, left_as_spelled, llama, made_again, plain_gpt, whole
+from planner import (
+    EAGER,
+    MEGATRON,
+    Selects,
+    attention_core,
+    gpt,
+    left_as_spelled,
+    llama,
+    made_again,
+    plain_gpt,
+    tell_errors,
+    whole,
+)
 from torch import nn
 
 import autoshard
-from autoshard import Mesh
+from autoshard import Hardware, Mesh
 from autoshard.compiler import capture_graph
 from autoshard.models.llama import LlamaConfig
 from autoshard.passes.ir.text import show_bytes, show_seconds
@@ -74,7 +86,7 @@ class Row:
     not published, the best of these counts."""
 
     name: str
-    hardware: str
+    hardware: str | Hardware
     stages: int
     chunks: tuple[int, ...]
     mesh: dict[str, int]
@@ -105,7 +117,7 @@ ROWS = (
     ),
     *(
         Row(
-            f"Korthikanti {name}, TP 8 PP {stages}, {what}", "a100", stages, (chunks,), {"tp": 8}, {"tp": like},
+            f"Korthikanti {name}, TP 8 PP {stages}, {what}", EAGER["a100"], stages, (chunks,), {"tp": 8}, {"tp": like},
             plain_gpt(width, 51200, 2048, heads), width, layers, rows, (1,), 2048, seconds, again, torch.float16,
         )
         for name, width, layers, heads, stages, chunks, rows, times in (
@@ -119,7 +131,7 @@ ROWS = (
     ),
     *(
         Row(
-            f"Narayanan {name}, TP 8 PP {stages} DP {ranks}, full", "a100", stages, chunks, {"dp": ranks, "tp": 8},
+            f"Narayanan {name}, TP 8 PP {stages} DP {ranks}, full", EAGER["a100"], stages, chunks, {"dp": ranks, "tp": 8},
             {"dp": "ddp", "tp": "megatron"}, plain_gpt(width, 51200, 2048, heads), width, layers, rows, batches, 2048,
             96 * rows * 2048 * layers * width**2 * (1 + 2048 / (6 * width) + 51200 / (16 * layers * width))
             / (rate * 1e12 * 8 * stages * ranks), whole, torch.float16,
@@ -186,16 +198,18 @@ def predicted(row: Row, batch: int) -> Iterator[tuple[float, float, int]]:
 
 def steps(names: Sequence[str]) -> None:
     print(f"{'published step':46} {'published':>9} {'predicted':>9} {'error':>7}   of it waiting, micro-batch, chunks")
+    errors = list[float]()
     for row in ROWS:
         if names and not any(n in row.name for n in names):
             continue
         found = ((*one, batch) for batch in row.batches for one in predicted(row, batch))
         step, bubble, chunks, batch = min(found)
-        error = step / row.seconds - 1
+        errors.append(error := step / row.seconds - 1)
         print(
             f"{row.name:46} {row.seconds:8.3f}s {step:8.3f}s {error:+7.1%}   {bubble:.3f}s, {batch}, {chunks}",
             flush=True,
         )
+    tell_errors({"pipeline": errors} if errors else {})
 
 
 def main() -> None:

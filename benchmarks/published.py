@@ -11,7 +11,19 @@ import sys
 from dataclasses import replace
 
 import torch
-from planner import AT_500_WATTS, EAGER, TITAN_LOSS, Row, every_second_product, gpt, llama, plain_gpt, steps, whole
+from planner import (
+    AT_500_WATTS,
+    EAGER,
+    TITAN_LOSS,
+    UNFUSED_UPDATE,
+    Row,
+    every_second_product,
+    gpt,
+    llama,
+    plain_gpt,
+    steps,
+    whole,
+)
 
 from autoshard.models.llama import LlamaConfig
 
@@ -26,6 +38,7 @@ def mpt(
     return Row(
         title, EAGER[hardware], {"dp": ranks}, {"dp": "fsdp"}, gpt(heads * 128, 50368, length, heads), layers, batch * ranks,
         length, 50368, batch * length / tokens, whole if again else None, torch.float32,
+        loss=TITAN_LOSS, update=UNFUSED_UPDATE,
     )  # fmt: skip
 
 
@@ -52,20 +65,21 @@ OTHERS = (
     mpt("30B", "a100", 8, 56, 48, 3, 2048, 916, True),
     Row(
         "torchtitan Llama-3 8B, FSDP 128, not compiled", replace(AT_500_WATTS, fuses=False), {"dp": 128}, {"dp": "fsdp"},
-        LLAMA_8B, 32, 256, 8192, 128256, 2 * 8192 / 5605, every_second_product, torch.float32, loss=TITAN_LOSS,
+        LLAMA_8B, 32, 256, 8192, 128256, 2 * 8192 / 5605, every_second_product, torch.float32,
+        loss=TITAN_LOSS, update=UNFUSED_UPDATE,
     ),
     *(  # benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md
         Row(
             f"torchtitan Llama-3 8B, FSDP 8 TP 8, {how}", AT_500_WATTS, {"dp": 8, "tp": 8}, {"dp": "fsdp", "tp": "megatron-sp"},
-            LLAMA_8B, 32, 96, 8192, 128256, 12 * 8192 / 8 / tokens, every_second_product, torch.float32, loss=TITAN_LOSS,
-            part_by_part=how == "asynchronous TP",
+            LLAMA_8B, 32, 96, 8192, 128256, 12 * 8192 / 8 / tokens, every_second_product, torch.float32,
+            loss=TITAN_LOSS, update=UNFUSED_UPDATE, part_by_part=how == "asynchronous TP",
         )
         for how, tokens in (("selective", 4378), ("asynchronous TP", 4809.4))
     ),
     *(  # docs/performance.md of 2024-07; not compiled
         Row(
             f"torchtitan Llama-3 {name}, FSDP 64, {how}, a100", EAGER["a100"], {"dp": 64}, {"dp": "fsdp"}, model, layers, 64,
-            8192, 128256, 8192 / tokens, again, torch.float32, loss=TITAN_LOSS,
+            8192, 128256, 8192 / tokens, again, torch.float32, loss=TITAN_LOSS, update=UNFUSED_UPDATE,
         )
         for name, model, layers, how, again, tokens in (
             ("8B", LLAMA_8B, 32, "selective", every_second_product, 2973), ("70B", LLAMA_70B, 80, "full", whole, 331),

@@ -29,7 +29,7 @@ from autoshard.plans.baselines import baselines_of
 from autoshard.plans.describe import describe_program
 from autoshard.plans.options import CompileOptions
 from autoshard.plans.plan import Plan
-from autoshard.progress import shown_progress
+from autoshard.progress import is_time_up, shown_progress
 from autoshard.report.record import Candidate, Cost
 from autoshard.runtime.transport.torch_state import without_autocast
 from autoshard.serving import JointPlan, ServedCall, search_jointly, serving_plan
@@ -80,7 +80,13 @@ class MeshSearch:
         if isinstance(self.opts.like, Mapping):
             raise PlanError("like by axis or by module needs a mesh: give mesh=, or one strategy by name for all axes")
         with shown_progress(f"meshes of {devices}"):
-            for shape in mesh_shapes(devices):
+            shapes = list(mesh_shapes(devices))
+            for number, shape in enumerate(shapes):
+                if self.meshes.best is not None and is_time_up():
+                    self.meshes.notes.append(
+                        f"{len(shapes) - number} meshes were not searched: the time limit was reached"
+                    )
+                    return self.result()
                 self.attempt(shape)
             if self.meshes.best is not None:
                 self.attempt(divided_mesh_shape(self.meshes.best.shape, self.hardware.devices_per_node))

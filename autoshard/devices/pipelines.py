@@ -38,7 +38,7 @@ from autoshard.plans.options import CompileOptions, KnownLayouts
 from autoshard.plans.plan import Plan
 from autoshard.plans.planning import plan_graph
 from autoshard.plans.reuse import assignment_of
-from autoshard.progress import shown_progress
+from autoshard.progress import is_time_up, shown_progress
 from autoshard.report.pipeline import stage_times, synchronisation_seconds
 from autoshard.report.record import Candidate, Cost, local_bytes
 from autoshard.runtime.transport.torch_state import without_autocast
@@ -388,7 +388,11 @@ class _PipelineSearch:
         while left:
             left = [setup for setup in left if not self.estimated.is_pruned(of.floor(setup))]
             longer = len(every) - len(self.ratios) - len(left)
-            if not left or of.spent >= OUTER_LIMITS.most_estimates:
+            if (
+                not left
+                or of.spent >= OUTER_LIMITS.most_estimates
+                or (self.estimated.best is not None and is_time_up())
+            ):
                 break
             setup = min(left, key=self.expected_seconds)
             left.remove(setup)
@@ -402,9 +406,10 @@ class _PipelineSearch:
             self.notes.append(f"{longer} of {most} pipelines were not searched: their compute alone takes longer")
         if left:
             least, done = show_seconds(min(map(of.floor, left))), len(self.ratios)
+            why = "the time limit was reached" if is_time_up() else f"{done} others were more promising"
             self.notes.append(
-                f"{len(left)} of {most} pipelines were not searched: {done} others were more "
-                f"promising, and the compute of these alone takes at least {least}"
+                f"{len(left)} of {most} pipelines were not searched: {why}, and the compute of these alone takes "
+                f"at least {least}"
             )
 
     @property

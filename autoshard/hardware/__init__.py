@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoshard.hardware.device import PREFETCHED_BUCKETS, Hardware, free_memory
-from autoshard.hardware.link import SMALL_ALL_REDUCE, Link, Overlap, Rate, Route
+from autoshard.hardware.link import SMALL_ALL_REDUCE, Level, Link, Overlap, Rate, Route
 from autoshard.hardware.presets import PRESETS, hardware
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "PRESETS",
     "SMALL_ALL_REDUCE",
     "Hardware",
+    "Level",
     "Link",
     "Overlap",
     "Rate",

@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from autoshard.errors import MeshError
-from autoshard.hardware.link import Link, Route, is_amount
+from autoshard.hardware.link import UNBOUNDED, Crossing, Level, Link, Route, check_levels, is_amount
 from autoshard.hardware.schema import SchemaError, parse_json, read_as, to_python_numbers
 
 SQUARE_PRODUCT_LENGTH = 8192
@@ -165,6 +166,8 @@ FIELD_CHECKS: dict[str, FieldCheck] = {
     "carried": _AMOUNT,
     "cpu": _FLAG,
     "disturbed": _AMOUNT,
+    "variation": ("a share from 0 to 1", lambda value: is_amount(value) and value <= 1),
+    "levels": ("a tuple of Level", lambda value: isinstance(value, tuple)),
 }
 
 
@@ -174,6 +177,10 @@ def check_hardware_fields(hardware: Any) -> None:
         object.__setattr__(hardware, name, value := to_python_numbers(getattr(hardware, name)))
         if not is_one(value):
             raise MeshError(f"hardware {hardware.name!r}: {name} is {what}, got {value!r}")
+
+
+class _NodesAndNetwork(tuple[Level, ...]):
+    """The two levels of a hardware that names only ``node`` and ``network``; they follow these."""
 
 
 ALIGNED_BYTES = 16
@@ -194,11 +201,12 @@ class Hardware:
     flops: float
     memory_bandwidth: float
     memory_bytes: float
-    node: Link
-    """the link between devices of one node"""
-    network: Link
-    """the link between nodes, per device"""
+    node: Link = None  # type: ignore[assignment]  # set from the levels
+    """the link between devices of one node: that of the first level"""
+    network: Link = None  # type: ignore[assignment]
+    """the link between nodes, per device: that of the second level"""
     devices_per_node: int = 8
+    """size of the first level"""
     efficiency: float = 0.7
     """share of ``flops`` that kernels reach; default of ``memory_efficiency``"""
     kernel_latency: float = 7e-6
@@ -247,9 +255,23 @@ class Hardware:
     """whether it is a CPU: convolutions then run with channels last, and autograd saves them so"""
     disturbed: float = 0.0
     """share of its measurements that steal time disturbed in every try"""
+    variation: float = 0.0
+    """standard deviation of the speeds of devices of this kind, as a share of the mean"""
+    levels: tuple[Level, ...] = ()
+    """levels of the cluster, innermost first, in place of ``node``, ``network`` and
+    ``devices_per_node``; default: these two"""
 
     def __post_init__(self) -> None:
+        levels = self.levels
+        if levels and not isinstance(levels, _NodesAndNetwork):
+            check_levels(levels, self.name)
+            first, second = levels[:2]
+            for name, value in (("node", first.link), ("network", second.link), ("devices_per_node", first.size)):
+                object.__setattr__(self, name, value)
         check_hardware_fields(self)
+        two = (Level("node", self.devices_per_node, self.node), Level("network", UNBOUNDED, self.network))
+        if isinstance(levels, _NodesAndNetwork) or levels in ((), two):
+            object.__setattr__(self, "levels", _NodesAndNetwork(two))
 
     def paces(self, groups: int, ranks: int) -> tuple[float, ...]:
         """Speeds of a rank while 1, 2, … of ``groups`` groups of ``ranks`` work; 1 while all do.
@@ -279,9 +301,22 @@ class Hardware:
         after, seconds = zip(*self.waiting, strict=True)
         return float(np.interp(computed, after, seconds))
 
-    def route(self, inside: int, nodes: int) -> Route:
-        """The links of a group with ``inside`` ranks on each of ``nodes`` nodes."""
-        return Route(self.node, self.network, inside, nodes, self.kernel_latency)
+    def slowest_excess(self, ranks: int) -> float:
+        """Seconds of the slowest of ``ranks`` devices beyond those of the average one, as a share.
+
+        All wait for it in every step. Expected maximum of normal speeds (Blom 1958).
+        """
+        if not self.variation or ranks < 2:
+            return 0.0
+        return self.variation * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+
+    def route(self, inside: int, nodes: int, above: tuple[tuple[int, int], ...] = ()) -> Route:
+        """The links of a group with ``inside`` ranks on each of ``nodes`` nodes.
+
+        ``above``: (ranks in one unit, units) of the second level and those above it.
+        """
+        beyond = (Crossing(level.link, *of) for level, of in zip(self.levels[2:], above, strict=False) if of[1] > 1)
+        return Route(self.node, self.network, inside, nodes, self.kernel_latency, tuple(beyond))
 
     @property
     def is_accelerator(self) -> bool:
@@ -379,8 +414,11 @@ class Hardware:
         return flops / (self.peak(dtype) * share)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON types."""
-        return asdict(self)
+        """The fields as JSON types; without levels where ``node`` and ``network`` say them."""
+        data = asdict(self)
+        if isinstance(self.levels, _NodesAndNetwork):
+            del data["levels"]
+        return data
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Hardware:

@@ -104,12 +104,58 @@ class Link:
         return latency, (1 - inside) / below.bandwidth + inside / above.bandwidth
 
 
+UNBOUNDED = 1 << 30
+"""devices of a level without a limit"""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One level of a cluster: ``size`` devices that ``link`` joins, all levels below included.
+
+    ``link.bandwidth`` is the share of one device (bytes/s) if all devices send at once, so that an
+    oversubscribed level has less than the network card. Raises :class:`MeshError` for a bad size.
+    """
+
+    name: str
+    """such as server, rack, pod or cluster"""
+    size: int
+    link: Link
+
+    def __post_init__(self) -> None:
+        if type(self.size) is not int or self.size < 1 or not isinstance(self.link, Link):
+            raise MeshError(f"level {self.name!r} needs a size of at least 1 device and a Link, got {self.size!r}")
+
+
+def check_levels(levels: object, name: str) -> None:
+    """Raise :class:`MeshError` unless ``levels`` are two or more, each a multiple of the one below."""
+    if not isinstance(levels, tuple) or len(levels) < 2 or not all(isinstance(x, Level) for x in levels):
+        raise MeshError(f"hardware {name!r}: levels is a tuple of two or more Level, innermost first, got {levels!r}")
+    for below, above in itertools.pairwise(levels):
+        if above.size % below.size:
+            raise MeshError(
+                f"hardware {name!r}: level {above.name!r} has {above.size} devices, which is not a multiple of the "
+                f"{below.size} of level {below.name!r}. List levels from the innermost to the outermost"
+            )
+
+
+class Crossing(NamedTuple):
+    """The part of a group that a level above the second joins."""
+
+    link: Link
+    members: int
+    """most ranks of the group in one unit of the level below"""
+    units: int
+    """units of the level below that the group spans"""
+
+
 @dataclass(frozen=True)
 class Route:
     """The links of a group with ``inside`` ranks on each of ``nodes`` nodes.
 
     Across nodes every rank has its own network card. Rings and trees send from node to node through
     the cards of all ``inside`` ranks; most of an all-to-all passes through the rank's own card.
+    So it is at every level: ranks of one unit share what their devices may send out of it, and the
+    slowest level that the group spans counts.
     """
 
     node: Link
@@ -118,6 +164,8 @@ class Route:
     nodes: int
     launch: float = 0.0
     """seconds to issue a collective, added to the links' latency"""
+    beyond: tuple[Crossing, ...] = ()
+    """levels above the nodes' network that the group spans"""
 
     @property
     def ranks(self) -> int:
@@ -141,7 +189,8 @@ class Route:
             latency, per_byte = min(latency, a + c), min(per_byte, (b + d) / 2)
         if kind == SMALL_ALL_REDUCE:
             latency = min(latency, self._rate("all_reduce")[0])
-        if kind in ("all_gather", "reduce_scatter"):  # small messages go by a tree (NCCL's PAT)
+        # small messages go by a tree (NCCL's PAT), but on several ranks per node only by rings
+        if kind in ("all_gather", "reduce_scatter") and 1 in (self.inside, self.nodes):
             latency = min(latency, self._rate("all_reduce")[0])
         return (latency + self.launch if self.ranks > 1 else 0.0), per_byte
 
@@ -156,12 +205,16 @@ class Route:
             return 0.0, 0.0
         if nodes == 1:
             return self.node.rate(kind, 2 if kind == "permute" else inside)
-        (near, beside), (far, across) = self.node.rate(kind, max(2, inside)), self.network.rate(kind, nodes)
+        crossings = (Crossing(self.network, inside, nodes), *self.beyond)
+        rates = [c.link.rate(kind, c.units) for c in crossings]
+        (near, beside), far = self.node.rate(kind, max(2, inside)), max(latency for latency, _ in rates)
+        each = [(c, per_byte) for c, (_, per_byte) in zip(crossings, rates, strict=True)]
         if kind == "permute":
-            return near + far, across
+            return near + far, max(rates[0][1], *(per_byte / c.members for c, per_byte in each))
         if kind == "all_to_all":
-            crossing = (ranks - inside) / (ranks - 1)
-            return near + far, max(crossing * across, (1 - crossing) * beside)
-        crossing = (nodes - 1) / nodes * ranks / (ranks - 1)
+            staying = 1 - (ranks - inside) / (ranks - 1)
+            across = max((ranks - c.members) / (ranks - 1) * per_byte for c, per_byte in each)
+            return near + far, max(across, staying * beside)
         steps = 1 if kind in _ALL_REDUCE_KINDS else inside  # a ring visits all ranks, a tree's depth is by node
-        return near + far * steps, max(beside if inside > 1 else 0.0, crossing * across / inside)
+        across = max((c.units - 1) / c.units * ranks / (ranks - 1) * per_byte / c.members for c, per_byte in each)
+        return near + far * steps, max(beside if inside > 1 else 0.0, across)

@@ -27,11 +27,33 @@
   (NVIDIA/nccl issue 1428: memory bandwidth) and reaches 47 instead of 80 % of peak on H100
   (forums.developer.nvidia.com, 337991). Over full steps compute is 18.9 % slower (Lee et al. 2025,
   arXiv 2507.03114).
+- variation: GPUs of one kind in one cluster differ by 8 % on average, by power management and
+  manufacturing (Sinha et al. 2022, "Not all GPUs are created equal", SC22: five clusters, V100 and
+  MI60, matrix products among others). Clocks of TPUs and Trainium do not follow the load.
+- rings: NCCL has trees for all-gather and reduce-scatter (PAT) only with one rank per node
+  (``src/graph/tuning.cc``); else latency grows with the number of ranks. From 8 nodes on by 22 µs
+  per node of 8: its protocol LL128 takes 1.9 µs per step in a node, 4 between nodes and about 5 in
+  the card, and carries 92 % of the bytes.
 - ``cpu``: :func:`autoshard.calibrate` (``quick=False``, medians of three runs) on two ranks and
   cores of a Xeon with AVX-512, PyTorch 2.13, gloo, one thread each. Latencies of four ranks are
   scaled by groups of four against two on the same cores. Among two ranks an all-reduce of few
   numbers takes as long as one of 4096; among four 0.60 of the ring's time (0.49 to 0.67 in 14
   turns).
+- newer devices, from data sheets (dense, memory per device that the vendor lets programs use):
+  B200 and B300 of HGX (2250 TFLOP/s; 8 TB/s; 180 and 270 GB), GB200 and GB300 of NVL72 (2500;
+  8 TB/s; 13.4 and 20 TB per rack of 72, one NVLink domain), NVLink 5 of 900 GB/s per direction,
+  cards of 400 Gb/s, of 800 with ConnectX-8 (B300, GB300); MI300X (1307.4; 5.3 TB/s; 192 GB; seven
+  links of 64 GB/s) and MI355X (2516.6; 8 TB/s; 288 GB; seven of 76.8), cards of 400 Gb/s; L40S (362;
+  864 GB/s; 48 GB) and RTX 4090 (165.2 with sums in float32; 1008 GB/s; 24 GB), both on PCIe 4.0 × 16;
+  TPU v6e (Google's "TPU v6e": 918; 1638 GB/s; 32 GB; 800 GB/s both ways; pods of 256).
+- derived, not measured: on all of these kernels reach 70 %; NVLink 5 takes H100's rates times two;
+  L40S and RTX 4090 share 100 Gb/s per device between nodes; v6e 100 Gb/s (four cards of 200 per
+  host of 8). Where a card's speed is given, 96 % of it are reached, as on H100.
+- ``h100_96gb_500w``: torchtitan's devices (its ``benchmarks/llama3_h100_202412_torchtitan.md``):
+  HBM2e of 2.4 TB/s, held at 500 of 700 W. Power beyond the 75 W of an idle device goes with the
+  cube of the clock (derived).
+- ``h100_llama3``: the cluster of Llama 3 (Llama team 2024, section 3.3.1): servers of 8, racks of
+  16, pods of 3072 with full bisection, eight of them 1:7 oversubscribed.
 
 Otherwise kernels reach 70 % of the data sheet, and latencies are published NCCL figures.
 """
@@ -49,10 +71,12 @@ import torch
 
 from autoshard.errors import MeshError
 from autoshard.hardware.device import PREFETCHED_BUCKETS, Hardware, Tiling
-from autoshard.hardware.link import SMALL_ALL_REDUCE, Link, Rate
+from autoshard.hardware.link import SMALL_ALL_REDUCE, Level, Link, Rate
 
 GB = 1e9
 H100_OVERLAP = 0.47 / 0.8
+VARIATION = 0.08 / 5.4
+"""8 % from the slow to the fast whisker of a box plot, which are 5.4 standard deviations apart"""
 
 _H100_NODE = Link(
     8e-6,
@@ -66,7 +90,7 @@ _H100_NODE = Link(
         for ranks, latency, bandwidth in rows
     ),
 )
-_NETWORK_RATES = (("all_gather", 2, 5e-6, 1.0), ("all_gather", 8, 33e-6, 1.0))
+_NETWORK_RATES = (("all_gather", 2, 5e-6, 1.0), ("all_gather", 8, 33e-6, 1.0), ("all_gather", 128, 369e-6, 0.92))
 _TREE_RATES = (("all_reduce", 2, 22e-6, 1.0), ("all_reduce", 8, 78e-6, 0.73))  # 160 of 219 GB/s that the cards allow
 
 
@@ -79,6 +103,12 @@ def _network(bandwidth: float) -> Link:
 def _nvlink(bandwidth: float) -> Link:
     """NCCL inside a node with the latencies of H100 and one bandwidth for all ring sizes."""
     return Link(8e-6, bandwidth, tuple(r._replace(bandwidth=bandwidth) for r in _H100_NODE.rates))
+
+
+def _times(link: Link, factor: float) -> Link:
+    """``link`` with so many times the bandwidth and the same latencies."""
+    rates = tuple(r._replace(bandwidth=factor * r.bandwidth) for r in link.rates)
+    return Link(link.latency, factor * link.bandwidth, rates)
 
 
 _LOOPBACK = Link(
@@ -128,6 +158,7 @@ _H100 = Hardware(
     unaligned=97 / 642,
     convolutions=0.5,
     ahead=PREFETCHED_BUCKETS,
+    variation=VARIATION,
 )  # fmt: skip
 
 _H100_NEW = replace(
@@ -154,7 +185,38 @@ _A100 = replace(
 
 _MI325X = Hardware(
     "mi325x", 1300e12, 6000e9, 256e9, Link(6e-6, 448 * GB), Link(15e-6, 50 * GB), kernel_latency=7e-6, overlap=H100_OVERLAP,
-    fuses=True, ahead=PREFETCHED_BUCKETS,
+    fuses=True, ahead=PREFETCHED_BUCKETS, variation=VARIATION,
+)  # fmt: skip
+
+_B200 = replace(
+    _H100, name="b200", flops=2250e12, memory_bandwidth=8e12, memory_bytes=180e9, node=_times(_H100_NODE, 2), efficiency=0.7,
+    tiling=None, attention=(),
+    dtypes=(("float32", 75e12), ("float64", 37e12), ("tf32", 1125e12), ("float8_e4m3fn", 4500e12)),
+)  # fmt: skip
+_GB200 = replace(
+    _B200, name="gb200", flops=2500e12, memory_bytes=13.4e12 / 72, devices_per_node=72,
+    dtypes=(("float32", 80e12), ("float64", 40e12), ("tf32", 1250e12), ("float8_e4m3fn", 5000e12)),
+)  # fmt: skip
+_MI300X = replace(
+    _MI325X, name="mi300x", flops=1307.4e12, memory_bandwidth=5300e9, memory_bytes=192e9,
+    dtypes=(("float32", 163.4e12), ("float64", 163.4e12), ("float8_e4m3fn", 2614.9e12)),
+)  # fmt: skip
+_PCIE = Link(8e-6, 32 * GB)
+_L40S = replace(
+    _H100, name="l40s", flops=362.05e12, memory_bandwidth=864e9, memory_bytes=48e9, node=_PCIE, network=Link(15e-6, 12 * GB),
+    efficiency=0.7, tiling=None, attention=(), overlap=0.0, dtypes=(("float32", 91.6e12), ("tf32", 183e12)),
+)  # fmt: skip
+_WATTS = ((500 - 75) / (700 - 75)) ** (1 / 3)
+_H100_500W = replace(
+    _H100, name="h100_96gb_500w", memory_bandwidth=2.4e12, memory_bytes=96e9, efficiency=_WATTS * _H100.efficiency,
+    attention=tuple((length, _WATTS * forward, _WATTS * backward) for length, forward, backward in _H100.attention),
+)  # fmt: skip
+_LLAMA3 = replace(
+    _H100, name="h100_llama3",
+    levels=(
+        Level("server", 8, _H100_NODE), Level("rack", 16, _H100.network), Level("pod", 3072, _H100.network),
+        Level("cluster", 24576, _network(48 / 7 * GB)),
+    ),
 )  # fmt: skip
 
 PRESETS: dict[str, Hardware] = {
@@ -164,14 +226,34 @@ PRESETS: dict[str, Hardware] = {
         _H100,
         _H100_NEW,
         replace(_H100, name="h200", memory_bandwidth=4800e9, memory_bytes=141e9),
+        _H100_500W,
+        _LLAMA3,
+        _B200,
+        replace(_B200, name="b300", memory_bytes=270e9, network=_network(96 * GB)),
+        _GB200,
+        replace(_GB200, name="gb300", memory_bytes=20e12 / 72, network=_network(96 * GB)),
+        _MI300X,
         _MI325X,
         replace(
+            _MI300X, name="mi355x", flops=2516.6e12, memory_bandwidth=8e12, memory_bytes=288e9, node=Link(6e-6, 537.6 * GB),
+            dtypes=(("float32", 157.3e12), ("float64", 78.6e12), ("float8_e4m3fn", 5033.2e12)),
+        ),
+        _L40S,
+        replace(
+            _L40S, name="rtx4090", flops=165.2e12, memory_bandwidth=1008e9, memory_bytes=24e9,
+            dtypes=(("float32", 82.6e12), ("tf32", 82.6e12)),
+        ),
+        replace(
+            _MI325X, name="tpu_v6e", flops=918e12, memory_bandwidth=1638e9, memory_bytes=32e9,
+            node=Link(3e-6, 400 * GB), network=Link(15e-6, 12 * GB), devices_per_node=256, variation=0.0,
+        ),
+        replace(
             _MI325X, name="tpu_v5p", flops=459e12, memory_bandwidth=2765e9, memory_bytes=96e9,
-            node=Link(3e-6, 600 * GB), network=Link(15e-6, 25 * GB), devices_per_node=4096,
+            node=Link(3e-6, 600 * GB), network=Link(15e-6, 25 * GB), devices_per_node=4096, variation=0.0,
         ),
         replace(
             _MI325X, name="trainium2", flops=667e12, memory_bandwidth=2900e9, memory_bytes=96e9,
-            node=Link(6e-6, 512 * GB), devices_per_node=16,
+            node=Link(6e-6, 512 * GB), devices_per_node=16, variation=0.0,
         ),
         # A laptop or CI machine: gloo over loopback, one core per rank, by autoshard.calibrate().
         Hardware(
@@ -193,7 +275,10 @@ PRESETS: dict[str, Hardware] = {
 }  # fmt: skip
 
 
-_GPU_NAMES = {"H200": "h200", "H100": "h100", "A100": "a100", "MI325X": "mi325x"}
+_GPU_NAMES = {
+    **{name: name.lower() for name in ("H200", "H100", "A100", "B200", "B300", "GB200", "GB300", "L40S")},
+    **{name: name.lower() for name in ("MI300X", "MI325X", "MI355X")}, "RTX 4090": "rtx4090",
+}  # fmt: skip
 """word in a device's name → preset"""
 
 HARDWARE_VARIABLE = "AUTOSHARD_HARDWARE"

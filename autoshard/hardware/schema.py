@@ -88,7 +88,7 @@ def to_python_numbers(value: Any) -> Any:
     """``value`` with NumPy numbers (also in tuples) as Python numbers, which JSON can write."""
     if isinstance(value, tuple):
         each = map(to_python_numbers, value)
-        return type(value)(*each) if hasattr(value, "_fields") else tuple(each)
+        return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
     return value.item() if isinstance(value, np.generic) else value
 
 

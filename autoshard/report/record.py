@@ -480,6 +480,8 @@ def _encoded(part: Any) -> Any:
         return {"placements": [str(p) for p in part.placements], **order}
     if isinstance(part, Mesh):
         return dict(zip(part.axes, part.shape, strict=True))
+    if isinstance(part, Hardware):
+        return part.to_dict()
     if isinstance(part, Mapping | Sequence):
         return dict(part) if isinstance(part, Mapping) else list(part)
     data = {f.name: getattr(part, f.name) for f in fields(part)}

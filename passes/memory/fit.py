@@ -8,6 +8,7 @@ is exact for this plan. Source: Kelley, The cutting-plane method for solving con
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,7 @@ from autoshard.passes.memory.simulate import simulate_memory
 from autoshard.passes.propagate.named_strategies import NamedStrategy
 from autoshard.passes.propagate.planner import FORWARD_END, TIE_BYTES_PER_SECOND, Planner, with_proven_bound
 from autoshard.passes.search.limits import OUTER_LIMITS
+from autoshard.progress import is_time_up
 
 log = logging.getLogger("autoshard.plan")
 
@@ -54,7 +56,7 @@ def search_within_memory(
     cheapest = planner.cheapest(rough=True)
     program, memory = lower_and_simulate(cheapest, optimizer, micro_batches_held)
     rough = (_with_bound(program, 0.0), memory) if memory.peak <= budget else None
-    if quick and rough is not None:
+    if rough is not None and (quick or is_time_up()):
         return rough
     # a rough plan that does not fit is refined under a limit, among the same choices
     if rough is not None and (found := planner.refined(cheapest)) is not cheapest:
@@ -69,16 +71,16 @@ def search_within_memory(
     held = micro_batches_held > 0  # activations of earlier micro-batches are there at any moment
     bound = 0.0
     for at_end in dict.fromkeys((held,) if quick else (held, True)):
-        if best.gap(bound) > OUTER_LIMITS.narrow_gap:
+        if best.gap(bound) > OUTER_LIMITS.narrow_gap and not best.is_enough():
             planner.forget_cuts()
             best.of(_plans_within_cuts(planner, budget, at_end))
-            bound = bound or (0.0 if quick or best.fits is None else planner.bound(budget))
+            bound = bound or (0.0 if quick or best.fits is None or is_time_up() else planner.bound(budget))
     if best.fits is None:
         best.of(_least_memory_plans(planner, budget, held, 1 if quick else OUTER_LIMITS.least_rounds))
     if best.fits is None:
         raise BudgetError(_budget_error(best.closest[1], budget, mesh), best.closest[1].peak)
-    if quick:
-        return best.fits
+    if quick or best.is_enough():
+        return _with_bound(best.fits[0], bound), best.fits[1]
     bound = bound or planner.bound(budget)
     if best.gap(bound) > OUTER_LIMITS.wide_gap:
         excess = OUTER_LIMITS.moment_weight_rate * _relative_excess(planner, best.fits[1])
@@ -104,9 +106,13 @@ class _BestPrograms:
         """Between the quickest program and a bound, relative to its seconds."""
         return 1 - bound / self.seconds
 
+    def is_enough(self) -> bool:
+        """Whether the time is up and a program fits."""
+        return self.fits is not None and is_time_up()
+
     def of(self, found: Iterable[tuple[Program, Memory]]) -> None:
-        """Take these candidates, too."""
-        for program, memory in found:
+        """Take these candidates, too, until the time is up."""
+        for program, memory in itertools.takewhile(lambda _: not self.is_enough(), found):
             self.closest = min(self.closest, (program, memory), key=lambda each: each[1].peak)
             if memory.peak <= self.budget and _program_seconds(program) < self.seconds:
                 self.fits = program, memory

@@ -299,7 +299,7 @@ def test_bash_completes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert _completed(script, "autoshard", "plan", "llama:") == [n for n in models.names() if n.startswith("llama:")]
     assert _completed(script, "autoshard", "verify", "gpt", "--st") == ["--stages", "--stages-per-rank", "--steps"]
     assert _completed(script, "autoshard", "plan", "gpt", "--recompute", "") == ["auto", "none", "blocks", "selective"]
-    assert _completed(script, "autoshard", "plan", "gpt", "--hardware", "h1") == ["h100", "h100_torch2.11"]
+    assert _completed(script, "autoshard", "plan", "gpt", "--hardware", "h100_t") == ["h100_torch2.11"]
     assert _completed(script, "autoshard", "plan", "gpt", "--batch", "") == []
 
 

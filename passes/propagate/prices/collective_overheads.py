@@ -104,9 +104,9 @@ NO_SKEW = SkewSeconds()
 
 @cached_per_graph
 def synchronization_skew(graph: Graph, mesh: Mesh) -> SkewSeconds:
-    """The line for ``graph``; 0 if nothing was measured."""
+    """The line for ``graph``: what was measured, else the slowest device's share; 0 without both."""
     if not mesh.hardware.waiting:
-        return NO_SKEW
+        return SkewSeconds(share=mesh.hardware.slowest_excess(mesh.size))
     graph, seconds = graph.example, dict[object, float]()  # a price for example lengths does not specialize the program
     total, products = 0.0, 0
     for node in graph.nodes:
