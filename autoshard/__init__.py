@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         load_safetensors,
     )
     from autoshard.module.optimizers import clip_grad_norm_
+    from autoshard.module.parts.between import eager
     from autoshard.module.sharded_module import ShardedModule
     from autoshard.passes.redistribute import Redistribution, redistribution
     from autoshard.plans.plan import Plan
@@ -75,6 +76,7 @@ _LAZY_MODULES = {
     "plan": "autoshard.api",
     "project": "autoshard.api",
     "score": "autoshard.api",
+    "eager": "autoshard.module.parts.between",
     "ShardedModule": "autoshard.module.sharded_module",
     "clip_grad_norm_": "autoshard.module.optimizers",
     "load_safetensors": "autoshard.module.checkpoints",
@@ -142,6 +144,7 @@ __all__ = [
     "compile",
     "coverage",
     "deferred_init",
+    "eager",
     "full_optimizer_state_dict",
     "load_full_optimizer_state_dict",
     "load_safetensors",

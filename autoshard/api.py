@@ -25,7 +25,7 @@ from autoshard.hardware import Hardware
 from autoshard.hardware import hardware as resolve_hardware
 from autoshard.hardware.link import is_amount
 from autoshard.mesh import Mesh, MeshLike
-from autoshard.module.arguments import check_arguments, copy_containers
+from autoshard.module.arguments import check_arguments, check_parts, copy_containers
 from autoshard.module.in_process import InProcessModule
 from autoshard.module.inputs import (
     InputScope,
@@ -36,7 +36,9 @@ from autoshard.module.inputs import (
     with_batch_size,
 )
 from autoshard.module.model.original import any_requires_grad
-from autoshard.module.programs.compiling import CompileSettings
+from autoshard.module.parts.between import kept_out
+from autoshard.module.parts.split import prepare_parts
+from autoshard.module.programs.compiling import CompileSettings, Parts
 from autoshard.module.ranks.distributed import DistributedModule
 from autoshard.module.ranks.pipelined import PipelinedModule
 from autoshard.module.sharded_module import ShardedModule
@@ -89,6 +91,7 @@ def compile(  # noqa: A001  the public name
     mixed_precision: Any = None,
     objective: str = "step",
     profile: Mapping[str, Any] | None = None,
+    parts: Parts = "auto",
 ) -> ShardedModule:
     """``model`` sharded over ``mesh``: a module with the same outputs, loss and gradients.
 
@@ -166,6 +169,11 @@ def compile(  # noqa: A001  the public name
             The first call is a prompt; a token is decoded with the KV cache of 199 others. Other
             calls: ``{"decode": (200, args, kwargs)}``. Default, with an objective: tokens only.
 
+        parts: what to do with a model that is not one graph. ``"auto"``: compile the largest modules
+            that are, and run the code between them eagerly. Or patterns of the modules to
+            compile (``["backbone", "head.*"]``). ``None``: refuse the model. ``sharded.plans`` has the
+            plan of each part.
+
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
     kinds = {"plan": plan, "training": training, "gather_outputs": gather_outputs, "strict": strict, "dynamic": dynamic}
@@ -193,10 +201,14 @@ def compile(  # noqa: A001  the public name
     others = {"plan": plan, "stages": opts.stages, "micro_batches": scheduled["micro_batches"] != 1}
     check_asked(objective, profile, model.training if training is None else training, others)
     check_stages(resolved, opts)
-    settings = CompileSettings(opts, training, gather_outputs, dynamic, inputs)
+    parts = check_parts(model, parts)
+    settings = CompileSettings(opts, training, gather_outputs, dynamic, inputs, parts, kept_out(model))
     sharded = _make_module(model, mesh, resolved, settings)
     if example_args or example_kwargs:
-        sharded.specialise(example_args, example_kwargs or {})
+        if settings.parts is None:
+            sharded.specialise(example_args, example_kwargs or {})
+        else:
+            prepare_parts(sharded, tuple(example_args), dict(example_kwargs or {}))
     return sharded
 
 

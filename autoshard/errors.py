@@ -20,6 +20,13 @@ class HintError(AutoshardError, ValueError):
 class CaptureError(AutoshardError, RuntimeError):
     """The model cannot be captured without changing what it computes."""
 
+    untraceable = False
+    """whether it was raised while a program was made: the model may still run eagerly"""
+
+
+class SharedStateError(CaptureError):
+    """The model's tensors cannot be taken over: something outside, or a view, would keep the old ones."""
+
 
 class RuleError(AutoshardError, ValueError):
     """A sharding rule is malformed, missing (``strict=True``) or wrong."""

@@ -17,6 +17,7 @@ from harness import RUN_SLOW, Captures, captured_once, freeze_imports, use_devic
 from remembered import OF_RUN, remembered
 from torch.utils import _pytree as pytree
 
+import autoshard
 from autoshard.check.reference import upcasts_in_float64
 from autoshard.hardware.presets import HARDWARE_VARIABLE
 
@@ -50,6 +51,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # A run of the suite says the same twice; slow runs look for examples that nobody has seen.
     hypothesis.settings.register_profile("same", derandomize=not config.getoption("--run-slow"), deadline=None)
     hypothesis.settings.load_profile("same")
+
+
+@pytest.fixture(autouse=True)
+def one_graph(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of refusals: ``compile`` refuses a model that is not one graph, as with ``parts=None``."""
+    if request.node.get_closest_marker("one_graph"):
+        monkeypatch.setitem(autoshard.compile.__kwdefaults__, "parts", None)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by markers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from torch import nn
 
 from autoshard.errors import AutoshardError, CaptureError, HintError, PlanError
 from autoshard.mesh import Mesh
+from autoshard.module.parts.between import matches_part
 from autoshard.module.sharded_module import ShardedModule
 from autoshard.passes.capture.refusals.checks import check_module_classes
 from autoshard.plans.plan import Plan
@@ -64,6 +66,20 @@ def _model_in_words(x: Any) -> str:
     if isinstance(x, torch.export.ExportedProgram):
         return "an ExportedProgram: give the module that was exported, or its .module()"
     return f"{x!r:.60}" if x is None or type(x) in (str, int, float, FunctionType) else object.__repr__(x)
+
+
+def check_parts(model: nn.Module, parts: Any) -> Any:
+    """``parts`` of ``compile``; :class:`CaptureError` for another type, or a pattern that no module has."""
+    if parts is None or parts == "auto":
+        return parts
+    if isinstance(parts, str) or not isinstance(parts, Sequence) or not all(isinstance(p, str) for p in parts):
+        raise CaptureError(f"parts={parts!r:.60}: give 'auto', None, or a list of patterns of module names")
+    names = [path for path, _ in model.named_modules() if path]
+    for pattern in parts:
+        if not any(matches_part(path, pattern) for path in names):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+            raise CaptureError(f"parts: {pattern!r} matches no module. Nearest: {', '.join(near)}")
+    return tuple(parts)
 
 
 def _is_mesh(x: Any) -> bool:

@@ -23,6 +23,8 @@ from autoshard.module.model.hooks import refuse_output_hooks
 from autoshard.module.model.original import OriginalModel, is_plain_context, torch_defaults
 from autoshard.module.model.parameters import clamp_parameters
 from autoshard.module.model.submodules import sharded_class
+from autoshard.module.parts.plans import plans_of, summary, whole_plan
+from autoshard.module.parts.split import run_in_parts
 from autoshard.module.programs.call_checks import (
     check_call_leaves,
     check_outside_tensors,
@@ -152,13 +154,28 @@ class ShardedModule(CompilingModule):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "forward":  # accelerate wraps our forward
             object.__setattr__(self, name, value)
+        elif (between := self.__dict__.get("_between")) is not None and name in between.attributes:
+            setattr(between.model, name, value)
+            object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """See :meth:`FixedModule.__getattr__`; a model of several parts has all attributes of the code between them."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            between = self.__dict__.get("_between")
+            if between is None or name not in between.attributes:
+                raise
+            return between.attributes[name]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """See :meth:`Compiling.__deepcopy__`. The copy is outside of ``no_sync``."""
         made = super().__deepcopy__(memo)
         object.__setattr__(made, "_deferred", False)
+        if self._between is not None:
+            object.__setattr__(made, "_between", self._between.copied(made))
         return made
 
     def train(self, mode: bool = True) -> Self:
@@ -170,18 +187,37 @@ class ShardedModule(CompilingModule):
     # --- what was decided ---
 
     def _latest_executable(self) -> Executable:
+        if self._runs_in_parts:
+            raise PlanError(f"{self._title} ran as several parts, and this needs one graph. {summary(self)}")
         if self._latest is None:
             raise PlanError("nothing is compiled yet: call the module once, or give example_args to autoshard.compile")
         return self._latest
 
+    def _check_compiled(self) -> None:
+        if not self._original_model.adopted:
+            self._latest_executable()
+
     @property
     def plan(self) -> Plan:
-        """The plan of the most recently used program."""
-        return self._latest_executable().compiled.plan
+        """The plan of the most recent call: of its program, or of all its parts."""
+        return whole_plan(self)
+
+    @property
+    def plans(self) -> dict[str, Plan]:
+        """Part (module path; "" for a model that is one graph) → plan, of the most recent call."""
+        return plans_of(self)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the parts that the most recent call ran: paths of modules; "" for the full model."""
+        return tuple(self.plans)
 
     @property
     def source(self) -> str:
         """The generated Python source that every rank runs."""
+        if self._runs_in_parts:
+            used = self._between.used.items()
+            return "\n\n".join(f"# {path}\n{part._latest_executable().compiled.source.text}" for path, part in used)
         return self._latest_executable().compiled.source.text
 
     @property
@@ -195,28 +231,30 @@ class ShardedModule(CompilingModule):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Same as :meth:`torch.nn.Module.named_parameters`. :class:`PlanError` before compilation."""
-        self._latest_executable()
+        self._check_compiled()
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Same as :meth:`torch.nn.Module.state_dict`. :class:`PlanError` before compilation."""
-        self._latest_executable()
+        self._check_compiled()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Same as :meth:`torch.nn.Module.load_state_dict`. :class:`PlanError` before compilation."""
-        self._latest_executable()
+        self._check_compiled()
         return super().load_state_dict(*args, **kwargs)
 
     def __str__(self) -> str:
-        return repr(self) if self._latest is None else str(self.plan)
+        return str(self.plan) if self._original_model.adopted and self.plans else repr(self)
 
     def __repr__(self) -> str:
-        compiled = f"{self._title}, not compiled yet" if self._latest is None else short_text(self.plan)
+        if self._runs_in_parts and not self.plans:
+            return f"<ShardedModule: {self._title}: {summary(self)}>"
+        compiled = short_text(self.plan) if self._original_model.adopted else f"{self._title}, not compiled yet"
         return f"<ShardedModule: {compiled}>"
 
     def _repr_html_(self) -> str | None:
-        return None if self._latest is None else self.plan._repr_html_()
+        return self.plan._repr_html_() if self._original_model.adopted and self.plans else None
 
     # --- running ---
 
@@ -230,6 +268,15 @@ class ShardedModule(CompilingModule):
             return self._called(args, kwargs)
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._settings.parts is None or self._part_of is not None:
+            return self._run_one_graph(args, kwargs)
+        return run_in_parts(self, args, kwargs)
+
+    def run_as_part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call by the code between parts; an error is that code's to handle."""
+        return self._run_one_graph(args, kwargs)
+
+    def _run_one_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = in_signature_order(self._original_model.model.forward, kwargs)
         given, spec = flatten_call(args, kwargs)
         call = self._incoming_call(given, spec)

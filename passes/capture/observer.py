@@ -115,8 +115,8 @@ class RefusalLog(Observer):
 
     first: CaptureError | None = None
 
-    def __call__(self, message: str) -> CaptureError:
-        self.first = self.first or CaptureError(message)
+    def __call__(self, message: str, kind: type[CaptureError] = CaptureError) -> CaptureError:
+        self.first = self.first or kind(message)
         return self.first
 
     @contextlib.contextmanager

@@ -90,9 +90,10 @@ CLASSES = "__getattribute__", "__dataclass_fields__"
 
 @pytest.fixture(scope="module")
 def sharded() -> autoshard.ShardedModule:
-    return autoshard.compile(Takes(), {"tp": 2}, (X, 3))
+    return autoshard.compile(Takes(), {"tp": 2}, (X, 3), parts=None)
 
 
+@pytest.mark.one_graph
 @pytest.mark.parametrize("method", [*METHODS, *CLASSES])
 def test_as_an_argument(method: str, sharded: autoshard.ShardedModule) -> None:
     """It is refused by name, in compile and in calls, alone and in a list."""

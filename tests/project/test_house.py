@@ -44,7 +44,7 @@ WITHIN = {
     "passes.propagate": (("named_strategies",), ("prices",)),
     "passes.rules": (("families",), ("",)),
     "passes.search": (("rows",), ("exact",)),
-    "module": (("ranks",), ("programs",), ("model",), ("dtensors",)),
+    "module": (("ranks",), ("parts", "programs"), ("model",), ("dtensors",)),
     "runtime": (("programs",), ("parameters", "attention"), ("operations",), ("transport",)),
 }
 """room → its floors; "" are the files that lie directly in it, which elsewhere may stand between its rooms"""
@@ -55,18 +55,18 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 73498,
-    "tokens": 626406,
-    "lines over 100 columns": 4283,
-    "files": 337,
-    "files under 60 lines": 10,
-    "names at module level in 3 or more files": 6,
-    "numeric constants at module level": 100,
+    "lines": 78694,
+    "tokens": 670480,
+    "lines over 100 columns": 4730,
+    "files": 358,
+    "files under 60 lines": 11,
+    "names at module level in 3 or more files": 8,
+    "numeric constants at module level": 108,
     "private names of torch, however imported": 110,
     "private paths of torch": 41,
-    "files that name a private path of torch": 9,
+    "files that name a private path of torch": 10,
     "functions with more than 10 parameters": 2,
-    "parameters of the longest list": 23,
+    "parameters of the longest list": 24,
 }
 """of the library. Lower a limit with the change that makes room; raise one only by a commit that says why"""
 

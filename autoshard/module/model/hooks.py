@@ -90,14 +90,20 @@ def _drop_removed_hooks(part: nn.Module) -> None:
 def hooks_during_trace(
     model: nn.Module, parts: Mapping[str, nn.Module], tensors: Mapping[int, torch.Tensor]
 ) -> Iterator[None]:
-    """Inside, modules of ``model`` have their parts' hooks. ``tensors``: its own, by part id."""
+    """Inside, modules of ``model`` have their parts' hooks. ``tensors``: its own, by part id.
+
+    Modules without a part have none.
+    """
     modules = dict(model.named_modules())
-    memo = {**{id(parts[path]): m for path, m in modules.items()}, **tensors}
+    memo = {**{id(parts[path]): m for path, m in modules.items() if path in parts}, **tensors}
     before = {path: {kind: vars(m)[kind] for kind in (*HOOK_KINDS, *HOOK_FLAGS)} for path, m in modules.items()}
     lent: list[tuple[nn.Module, str]] = []
     try:
         for path, module in modules.items():
-            own, part = module.__dict__, parts[path]
+            own, part = module.__dict__, parts.get(path)
+            if part is None:
+                own.update({kind: OrderedDict() for kind in HOOK_KINDS})
+                continue
             if own[FORWARD_HOOKS[0]] is vars(part)[FORWARD_HOOKS[0]]:
                 continue  # not adopted yet
             _drop_removed_hooks(part)

@@ -177,6 +177,8 @@ class OriginalModel:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.adopted = False
+        self.own_hooks = True
+        """whether programs include the hooks of the model itself; not for parts"""
         self.parts = sharded_submodules(model)
         self._parametrized = _has_parametrizations(model)
         self.slots: dict[str, tuple[dict[str, Any], str]] = {}
@@ -227,8 +229,12 @@ class OriginalModel:
     def hooks(self) -> tuple[Hook, ...]:
         """The forward hooks of every module."""
         if self._places is None:
-            self._places = [vars(part)[kind] for part in self.parts.values() for kind in FORWARD_HOOKS]
-        return forward_hooks_of(self.parts.items()) if any(self._places) else ()
+            self._places = [vars(part)[kind] for part in self._hooked.values() for kind in FORWARD_HOOKS]
+        return forward_hooks_of(self._hooked.items()) if any(self._places) else ()
+
+    @property
+    def _hooked(self) -> dict[str, ShardedSubmodule]:
+        return {path: part for path, part in self.parts.items() if path or self.own_hooks}
 
     def by_original(self) -> dict[int, ShardedSubmodule]:
         """Parts by id of the user's module."""
@@ -440,7 +446,7 @@ class OriginalModel:
         try:
             for path, module in modules.items():
                 module.training = self.parts[path].training
-            with hooks_during_trace(self.model, self.parts, self._standing_for()), self._users_own():
+            with hooks_during_trace(self.model, self._hooked, self._standing_for()), self.users_own(self.model):
                 yield self.model
         finally:
             for path, training in before.items():
@@ -449,15 +455,17 @@ class OriginalModel:
                 b.__dict__.pop(BUFFER_VALUES, None)
 
     @contextlib.contextmanager
-    def _users_own(self) -> Iterator[None]:
-        """Inside, the user's modules are those of the skeleton, and tensors lead to its own.
+    def users_own(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the user's modules are those of ``model``, a copy, and tensors lead to its own.
 
         A forward may reach them by a global.
         """
         given = {name: x for name, of in self.taken_from.items() if (x := of()) is not None} if self.adopted else {}
-        modules = {path: m for path, m in self.model.named_modules(remove_duplicate=False) if path in given}
+        modules = {path: m for path, m in model.named_modules(remove_duplicate=False) if path in given}
         held = [(x, vars(x)) for x in given.values() if isinstance(x, nn.Module)]
-        tensors = {**parameters_of(self.model), **dict(self.model.named_buffers(remove_duplicate=False))}
+        tensors = (
+            {**parameters_of(model), **dict(model.named_buffers(remove_duplicate=False))} if model is self.model else {}
+        )
         try:
             for path, module in modules.items():
                 object.__setattr__(given[path], "__dict__", vars(module))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from autoshard.errors import AutoshardError, CaptureError
+from autoshard.errors import AutoshardError, SharedStateError
 from autoshard.module.dtensors.outputs import ShardedOutput
 from autoshard.module.model.closures import copy_with_memo
 from autoshard.module.model.submodules import shard_like
@@ -43,7 +43,7 @@ def carry_attributes(
     for name, old in tensors.items():
         for attribute, value in user_attributes(old).items():
             if isinstance(value, torch.Tensor) and id(value) not in new and not memory.isdisjoint(storages_of([value])):
-                raise CaptureError(
+                raise SharedStateError(
                     f"attribute {attribute!r} of {name!r} is a view of the model's tensors, and the sharded "
                     "module would not keep that memory. Delete it, and set it on the sharded module's parameter."
                 )

@@ -147,4 +147,4 @@ def with_changed_dtypes(error: CaptureError, programs: Sequence[Executable], lea
                 changed.append(f"{fqns[name]!r} with {before[name]['dtype']}, and got {dtype}")
     if not changed:
         return error
-    return CaptureError(f"{str(error).rstrip('.')}. The module was compiled for input {', '.join(changed)}.")
+    return type(error)(f"{str(error).rstrip('.')}. The module was compiled for input {', '.join(changed)}.")

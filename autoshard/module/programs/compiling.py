@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -14,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.compiler import compile_model
-from autoshard.errors import CaptureError, PlanError
+from autoshard.compiler import capture_graph, compile_graph
+from autoshard.errors import CaptureError, PlanError, SharedStateError
 from autoshard.initialise.deferred import materialise, recomputed_buffers, recording_of
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
@@ -56,8 +58,9 @@ from autoshard.passes.capture.exported.tensor_attributes import (
 )
 from autoshard.passes.capture.refusals.checks import check_example
 from autoshard.passes.capture.specialization.eager_semantics import with_caller_modes
-from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.graph import Graph, Input
 from autoshard.passes.microbatch import check_lengths
+from autoshard.passes.propagate.named_strategies import expand_tp_plan
 from autoshard.plans.options import CallArguments, CompileOptions, KnownLayouts
 from autoshard.plans.plan import Compiled, Plan
 from autoshard.plans.stages import mesh_without_axis
@@ -66,6 +69,10 @@ from autoshard.serving import with_serving_layouts
 
 log = logging.getLogger("autoshard")
 program_log = logging.getLogger("autoshard.programs")
+
+
+Parts = str | Sequence[str] | None
+"""``"auto"``: the largest modules that can be captured; patterns of modules; or None: one graph or an error"""
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,9 @@ class CompileSettings:
     gather_outputs: bool | None = None
     dynamic: Dynamic = False
     inputs: InputScope = "global"
+    parts: Parts = "auto"
+    kept_out: tuple[str, ...] = ()
+    """paths of modules that :func:`autoshard.eager` marks"""
 
 
 def _warn_of_idle_axes(title: str, plan: Plan) -> None:
@@ -119,6 +129,14 @@ class CompilingModule(FixedModule):
     """guards of the last call, and that call without data"""
     _inner_modules: dict[str, Any]
     """submodules that were called alone, by path"""
+    _between: Any
+    """the code between the parts; None while the model was always one graph"""
+    _runs_in_parts: bool
+    """whether the last call ran in parts"""
+    _part_of: Any
+    """of a part: the code that calls it, and its path; else None"""
+    has_local_tensors = False
+    """whether this process holds the tensors of one rank"""
     _layout_of: dict[str, Layout]
     """by each name of a parameter, and of a sharded buffer"""
 
@@ -145,6 +163,9 @@ class CompilingModule(FixedModule):
         set_(self, "_stage_homes", None)
         set_(self, "_state_layouts", None)
         set_(self, "_last", None)
+        set_(self, "_between", None)
+        set_(self, "_runs_in_parts", False)
+        set_(self, "_part_of", None)
         set_(self, "__class__", sharded_class(type(self), type(model), CompilingModule))
         self._show()
 
@@ -171,6 +192,7 @@ class CompilingModule(FixedModule):
             self._program_mesh,
             self._settings,
             self._latest,
+            self._between,
             self._layout_of if self._original_model.adopted else None,
         ]
 
@@ -240,6 +262,7 @@ class CompilingModule(FixedModule):
                     found = self._build(call, call.key(exactly=False))
             except CaptureError as error:
                 said = with_changed_dtypes(error, self.programs, call.leaves)
+                said.untraceable = not isinstance(error, SharedStateError)
                 raise said from (error.__cause__ if said is error else error)  # never its own cause
             adopted = replace(call, state=self._state(call.leaves, call.state.recorded, call.state.grad))
             if found.structure is not None:
@@ -303,6 +326,9 @@ class CompilingModule(FixedModule):
         known = KnownLayouts(self._parameter_layouts, self._state_layouts, inputs_known, self._stage_homes)
         if first and self._inner_modules:
             known = replace(known, parameters={name: layout for name, (_, layout) in self._inside().items()})
+        if first and self._part_of is not None:
+            between, path = self._part_of
+            known = replace(known, parameters=between.fixed_layouts(path, self) or None)
         args, kwargs = self._whole(args, kwargs)
         with self._original_model.as_it_is(self._check, self._whole_buffer) as model:
             if first:
@@ -316,7 +342,11 @@ class CompilingModule(FixedModule):
             object.__setattr__(self, "_state_layouts", known.states)
             object.__setattr__(self, "_stage_homes", None if found.pipeline is None else found.pipeline.homes)
             with without_autocast():
-                self._adopt(self._original_model.model, found.graph, kept)
+                if self._part_of is not None:
+                    self._part_of[0].laid_out(self._part_of[1], kept)
+                    self._layout_of.update(kept)
+                else:
+                    self._adopt(self._original_model.model, found.graph.inputs, kept)
         self._adopt_attributes(found.graph, found.parameter_layouts)
         others = {name: self._layout_of.get(name, Layout(self._program_mesh)) for name in self._original_model.slots}
         object.__setattr__(self, "_parameter_layouts", {**others, **kept})
@@ -338,10 +368,25 @@ class CompilingModule(FixedModule):
         self, model: nn.Module, example: CallArguments, opts: CompileOptions, known: KnownLayouts, **options: Any
     ) -> Compiled:
         """Compile for these arguments. ``options``: see :func:`capture`."""
-        found = compile_model(model, self.mesh, *example, opts, known, **options)
-        if self._parameter_layouts is None and opts.like != "replicate" and os.environ.get("RANK", "0") == "0":
+        graph = capture_graph(model, *example, precision=opts.mixed_precision, **options)
+        opts = replace(opts, like=expand_tp_plan(model, opts.like))
+        found = self._shared_program(graph, known, lambda: compile_graph(graph, self.mesh, opts, known))
+        first = self._parameter_layouts is None and self._part_of is None
+        if first and opts.like != "replicate" and os.environ.get("RANK", "0") == "0":
             _warn_of_idle_axes(self._title, found.plan)
         return note_inference_layouts(self._executables, found)
+
+    def _shared_program(self, graph: Graph, known: KnownLayouts, make: Callable[[], Compiled]) -> Compiled:
+        """``make()``; in parts of equal graphs, the program that another part has."""
+        if self._part_of is None or graph.outside or graph.attached:
+            return make()
+        programs: list[Compiled] = self._part_of[0].programs.setdefault((str(graph), repr(known)), [])
+        for found in programs:
+            own, others = graph.constants, found.graph.constants
+            if own.keys() == others.keys() and all(torch.equal(own[n], others[n]) for n in own):
+                return replace(found, graph=graph)
+        programs.append(make())
+        return programs[-1]
 
     def _whole_buffer(self, name: str) -> torch.Tensor:
         """The full buffer of this original name. Collective if it is sharded."""
@@ -369,13 +414,29 @@ class CompilingModule(FixedModule):
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         """Raise :class:`CaptureError` for a parameter or buffer that programs cannot take."""
 
-    def _adopt(self, model: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
+    def relay(self, layouts: Mapping[str, Layout], kept: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Bring adopted tensors, which are replicated, into these layouts, for all modules that hold them.
+
+        ``kept``: full tensors, of sharded ones.
+        """
+        self._layout_of.update(layouts)
+        object.__setattr__(self, "_parameter_layouts", {**(self._parameter_layouts or {}), **layouts})
+
+    def gathered_inputs(self, leaves: Sequence[Any], spec: Any) -> Sequence[Any]:
+        """Argument leaves as plain code reads them: global and plain."""
+        return leaves
+
+    def same_draws(self) -> AbstractContextManager[None]:
+        """Inside, plain code draws the same random numbers on all ranks: those of rank 0."""
+        return contextlib.nullcontext()
+
+    def _adopt(self, model: nn.Module, inputs: Sequence[Input], layouts: Mapping[str, Layout]) -> None:
         """Take over the model's tensors by name; only a meta skeleton stays for captures."""
         taken: dict[int, torch.Tensor] = {}
         inside = {name: held for name, (held, _) in self._inside().items()}
-        buffers = {i.fqn for i in graph.inputs if i.kind == "buffer"}
+        buffers = {i.fqn for i in inputs if i.kind == "buffer"}
         layouts = {n: x for n, x in layouts.items() if n not in buffers or x.axes_with(Shard)}
-        names = {alias: i.fqn for i in graph.inputs for alias in i.aliases}
+        names = {alias: i.fqn for i in inputs for alias in i.aliases}
         layouts |= {alias: layouts[name] for alias, name in names.items() if name in layouts}
         object.__setattr__(self, "_layout_of", layouts)
         initial = self._initial(model, layouts)

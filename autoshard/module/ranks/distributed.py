@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
+import random
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
@@ -72,6 +75,43 @@ class RankLocalModule(ShardedModule):
     _comm: runtime.TorchCommunicator
     _device: torch.device
     _agreement: Agreement
+    has_local_tensors = True
+
+    def relay(self, layouts: Mapping[str, Layout], kept: Mapping[str, torch.Tensor] | None = None) -> None:
+        """See :meth:`Compiling.relay`; the tensors are replaced by their shards."""
+        of, made = self._original_model, dict[int, Any]()
+        for name, layout in layouts.items():
+            x = of.tensor(name)
+            if id(x) not in made:
+                made[id(x)] = x
+                if layout.axes_with(Shard) or kept is not None:
+                    is_parameter = name in of.parameters
+                    full: Any = kept[name] if kept is not None else local_shard(x) if isinstance(x, DTensor) else x
+                    new = self._parameter(full, layout, None) if is_parameter else self._buffer(full, layout, None)
+                    vars(new).update(vars(x))
+                    made[id(x)] = new.requires_grad_(x.requires_grad)
+            holder, leaf = of.slots[name]
+            holder[leaf] = made[id(x)]
+        buffers = {n for n in layouts if n not in of.parameters and not layouts[n].axes_with(Shard)}
+        super().relay({n: layout for n, layout in layouts.items() if n not in buffers})
+
+    @contextlib.contextmanager
+    def same_draws(self) -> Iterator[None]:
+        """See :meth:`Compiling.same_draws`. Collective."""
+        own = random.getstate(), numpy.random.get_state()
+        text = pickle.dumps(own)
+        message = torch.frombuffer(bytearray(text.ljust(_STATE_BYTES)), dtype=torch.uint8).clone()
+        agreed = pickle.loads(self._agreement.tensor_of_first(message).numpy().tobytes())
+        random.setstate(agreed[0])
+        numpy.random.set_state(agreed[1])
+        try:
+            with runtime.synchronised_rng(self._comm):
+                self._comm.random_states()
+                yield
+        finally:
+            if pickle.dumps(agreed) != text:
+                random.setstate(own[0])
+                numpy.random.set_state(own[1])
 
     def _seed(self) -> int:
         return int(self._agreement.tensor_of_first(torch.tensor(torch.initial_seed(), device="cpu")))
@@ -157,6 +197,10 @@ class RankLocalModule(ShardedModule):
                 f"{name!r} was replaced by a tensor in layout {placements or 'of a plain tensor'}; it is kept as a "
                 f"DTensor in {layout.without_gradient()}. Copy values into it, or load them with load_full_state_dict."
             )
+
+
+_STATE_BYTES = 16384
+"""bytes of the states of Python's and numpy's generators, 625 and 624 words, as pickled (about 6 kB)"""
 
 
 def run_redistribution(plan: Any, local: torch.Tensor) -> torch.Tensor:
@@ -266,6 +310,11 @@ class DistributedModule(RankLocalModule):
         )
         return plain
 
+    def gathered_inputs(self, leaves: Sequence[Any], spec: Any) -> Sequence[Any]:
+        """See :meth:`Compiling.gathered_inputs`. Collective for local inputs."""
+        called = self._inputs_as_called(leaves, spec)[0]
+        return [gather_inputs({"": x})[""].to(self._device) if isinstance(x, torch.Tensor) else x for x in called]
+
     def _gather_local_inputs(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """See :meth:`ShardedModule._put_together`."""
         return gather_inputs(inputs)
@@ -289,6 +338,12 @@ class DistributedModule(RankLocalModule):
         with self._comm.notes, self._call_lock:
             self._comm.notes.begin()
             return self._called(args, kwargs)
+
+    def run_as_part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :meth:`ShardedModule.run_as_part`. Other ranks fail alike."""
+        with self._call_lock:
+            self._comm.notes.begin()
+            return self._run_one_graph(args, kwargs)
 
     @contextlib.contextmanager
     def meeting(self, what: str) -> Iterator[None]:
@@ -369,6 +424,7 @@ class DistributedModule(RankLocalModule):
         constants = dict(rank0_values(agreement, graph.constants, f"a constant of {self._title}"))
         graph = replace(graph, constants={**graph.constants, **constants})
         ours: list[Compiled] = []
+        received: Plan | None = None
 
         def plan() -> str:
             ours.append(compile_graph(graph, self.mesh, opts, known))
@@ -377,10 +433,14 @@ class DistributedModule(RankLocalModule):
         def follow() -> Compiled:
             return ours[0] if ours else compile_graph(graph, self.mesh, replace(opts, plan=received), known)
 
-        received = Plan.from_json(agreement.from_first(plan))
-        found = agreement.everywhere(follow)
-        agreement.agree(("the generated program", zlib.crc32(found.source.text.encode())))
-        return found
+        def agreed() -> Compiled:
+            nonlocal received
+            received = Plan.from_json(agreement.from_first(plan))
+            found = agreement.everywhere(follow)
+            agreement.agree(("the generated program", zlib.crc32(found.source.text.encode())))
+            return found
+
+        return self._shared_program(graph, known, agreed)
 
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
         if every := self._checks.get("replicas"):
@@ -415,7 +475,12 @@ class DistributedModule(RankLocalModule):
         self._comm.deferred = self._deferred
         if not loaded.recorded:
             self._comm.spare.clear()
-        module.bind_tensors(loaded.tensors(self._original_model))
+        aside: Mapping[str, torch.Tensor] = {}
+        if self._part_of is not None:
+            between, path = self._part_of
+            if aside := between.plain.read_within(path, loaded.parameters):
+                loaded = self._loaded[id(executable)] = loaded.without_last()
+        module.bind_tensors(loaded.tensors(self._original_model, aside))
         _, self._comm.summed_last = loaded.last
         try:
             named = zip(executable.compiled.source.inputs, inputs, strict=True)

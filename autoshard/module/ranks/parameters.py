@@ -11,7 +11,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -364,10 +364,19 @@ class RankProgram:
             entering_alone(executable.compiled.program) if graph.training else frozenset(),
         )
 
-    def tensors(self, model: OriginalModel) -> dict[str, torch.Tensor]:
-        """This rank's shards of all tensors of ``model`` that a forward reads."""
+    def without_last(self) -> RankProgram:
+        """This program, with the gradient of every parameter reduced where the backward makes it."""
+        return replace(self, last=(frozenset(), ()), trained={}) if self.last[1] else self
+
+    def tensors(self, model: OriginalModel, aside: Mapping[str, torch.Tensor] = {}) -> dict[str, torch.Tensor]:
+        """This rank's shards of all tensors of ``model`` that a forward reads.
+
+        ``aside``: local tensors of parameters that others read, too; see :meth:`without_last`.
+        """
         found, held = dict(self.constants), model.each(self.parameters)
-        is_trained = tuple([self.recorded and p.requires_grad for p in held])
+        is_trained = tuple(
+            [self.recorded and p.requires_grad and n not in aside for n, p in zip(self.parameters, held, strict=True)]
+        )
         trained = self._trained(is_trained)
         if trained.names:
             parameters = [*itertools.compress(held, is_trained)]
@@ -379,6 +388,7 @@ class RankProgram:
         for name, written in self.buffers:
             part = _rank_shard(model.tensor(name), self.layouts[name], self.comm.rank)
             found[name] = part.clone() if written else part  # the backward reads the old value
+        found.update(aside)
         return found
 
     def _trained(self, flags: tuple[bool, ...]) -> TrainedParameters:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autoshard.errors import CaptureError
+from autoshard.errors import SharedStateError
 from autoshard.passes.capture.exported.snapshots import plain_tensors
 from autoshard.passes.capture.observer import ObservedCall, Observer, RefusalLog
 from autoshard.passes.ir.graph import Graph
@@ -40,7 +40,7 @@ def check_parameter_aliases(model: nn.Module, graph: Graph) -> None:
             (name for memory in memories for name, p in owners.get(memory, ()) if _overlap_in_bytes(tensor, p)), None
         )
         if of is not None:
-            raise CaptureError(
+            raise SharedStateError(
                 f"the forward reads {i.kind} {_alias_of(model, i.fqn, memories)!r}, which shares "
                 f"memory with parameter {of!r}, but in a program it would not follow the steps "
                 f"of that parameter. Read {of}.detach() in the forward, or keep a clone()."

@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch.export.graph_signature import OutputKind
 
-from autoshard.errors import CaptureError
+from autoshard.errors import CaptureError, SharedStateError
 from autoshard.passes.capture.exported.example_inputs import Example, argument_paths
 from autoshard.passes.capture.exported.provenance import node_loc
 from autoshard.passes.capture.exported.snapshots import NO_ATTRIBUTE, own_attribute
@@ -111,7 +111,7 @@ def check_dtypes(graph: Graph) -> None:
 
 def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) -> None:
     if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
-        raise CaptureError(f"{kind} {name!r} has no shape yet: run the model once before compiling it")
+        raise SharedStateError(f"{kind} {name!r} has no shape yet: run the model once before compiling it")
     if kind == "buffer" and tensor.layout != torch.strided:
         return  # harmless if unread, as in openai-whisper
     wrapped = hasattr(type(tensor), "__tensor_flatten__")  # DTensor and other subclasses made of plain tensors
@@ -122,7 +122,7 @@ def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) ->
         )
     check_tensor_class(f"{kind} {name!r}", tensor)
     if training and (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)):
-        raise CaptureError(
+        raise SharedStateError(
             f"{kind} {name!r}: it has a tensor hook, which the compiled module would not call. Remove it before "
             "compiling, and register it on the compiled module's parameter, or change .grad after backward()."
         )

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from autoshard import frames
-from autoshard.errors import CaptureError
+from autoshard.errors import CaptureError, SharedStateError
 from autoshard.passes.capture.exported.snapshots import REMOVED_STATE_MESSAGE, plain_tensors
 from autoshard.passes.capture.refusals.aliasing import names_sharing_memory
 
@@ -86,7 +86,8 @@ def explained_capture_error(model: nn.Module, error: BaseException) -> CaptureEr
     else:
         first = str(error).strip().split("\n\n")[0]
         text = f"the model could not be traced. {type(error).__name__}: {first}"
-    return CaptureError(prefix + text)
+    keeps = isinstance(error, SharedStateError) or "share memory" in text
+    return (SharedStateError if keeps else CaptureError)(prefix + text)
 
 
 def _module_with_cpp_object(model: nn.Module) -> str:

@@ -18,6 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from autoshard.errors import SharedStateError
 from autoshard.frames import frames_outwards, is_autoshard_file, is_torch_frame, is_users_file
 from autoshard.passes.capture.exported.tensor_attributes import MOVED_MARK
 from autoshard.passes.capture.observer import ObservedCall, Observer, ObserverAnswer, Patch, RefusalLog, TracedForward
@@ -67,7 +68,8 @@ class OutsideTensors(Observer):
                 raise self.refuse(
                     f"the forward reads {_label(x)} {list(x.shape)}, a parameter of a model that "
                     "was compiled, so it would not see what the sharded module trains. Read the "
-                    "sharded module's parameter, or a clone of it."
+                    "sharded module's parameter, or a clone of it.",
+                    SharedStateError,
                 )
         trained = next((x for x in outside if x.requires_grad), None)
         if not self.training or trained is None:
@@ -78,7 +80,8 @@ class OutsideTensors(Observer):
             raise self.refuse(
                 f"the forward reads {_label(trained)} {list(trained.shape)}, which requires a "
                 "gradient but is not a parameter of the model, so it would get no gradient. Make it "
-                "an nn.Parameter of the model, add its module to the model, or read its .detach()."
+                "an nn.Parameter of the model, add its module to the model, or read its .detach().",
+                SharedStateError,
             )
         return result
 

@@ -75,6 +75,7 @@ ADDS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
 }
 
 
+@pytest.mark.one_graph
 @pytest.mark.parametrize("name", ADDS)
 def test_what_is_added_in_every_call(name: str) -> None:
     note, where = ADDS[name]
@@ -86,6 +87,7 @@ def test_what_is_added_in_every_call(name: str) -> None:
     assert not Keeps.of_class
 
 
+@pytest.mark.one_graph
 def test_a_metric_with_a_list_state() -> None:
     with pytest.raises(autoshard.CaptureError, match="adds to 'value' in every call"):
         autoshard.compile(Metric(), {"tp": 2}, (X,))

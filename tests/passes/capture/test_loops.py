@@ -315,6 +315,7 @@ class Cast(nn.Module):
         return out
 
 
+@pytest.mark.one_graph
 def test_numbers_of_rows_that_are_cast_are_no_places() -> None:
     with pytest.raises(CaptureError, match="the program depends on the values of a tensor"):
         autoshard.compile(Cast(), ideal({"tp": 2}), (torch.ones(262, 4),))

@@ -71,6 +71,7 @@ def test_the_length_of_what_is_padded_again_goes_with_recomputation() -> None:
     assert autoshard.verify(model, {"tp": 2}, (X, LENGTHS), recompute="selective").ok
 
 
+@pytest.mark.one_graph
 def test_what_would_see_the_stand_in_is_refused() -> None:
     with pytest.raises(autoshard.AutoshardError, match=r"a packed sequence .* mask the positions after"):
         autoshard.compile(Packed(nn.GRU(6, 8), with_data=True), {"tp": 2}, (X, LENGTHS))

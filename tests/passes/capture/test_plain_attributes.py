@@ -77,6 +77,7 @@ class Cached(nn.Linear):
         return super().forward(x) + POSITIONS[length]
 
 
+@pytest.mark.one_graph
 def test_tensors_of_a_trace_do_not_stay_in_globals(float64: None, close: Any) -> None:
     """As is said in the refusal: after a call of the model there is a cache, and the model is compiled."""
     model, x = Cached(8, 8), torch.randn(4, 8)
@@ -142,6 +143,7 @@ class Shared(nn.Module):
         return y if self.does == "nothing" else y + self.part.sum()
 
 
+@pytest.mark.one_graph
 @pytest.mark.parametrize("where", ["attribute", "buffer"])
 @pytest.mark.parametrize(
     ("does", "text"),

@@ -64,6 +64,7 @@ TEXTS: dict[str, tuple[Callable[[nn.Linear, Tensor, Tensor], Any], str]] = {
 }
 
 
+@pytest.mark.one_graph
 @pytest.mark.slow_cases("float")
 @pytest.mark.parametrize("name", TEXTS)
 def test_text(name: str) -> None:
@@ -91,6 +92,7 @@ class Fused(torch.autograd.Function):
         return ctx.saved_tensors[0] * grad  # type: ignore[no-any-return]
 
 
+@pytest.mark.one_graph
 def test_why_a_function_cannot_be_kept() -> None:
     with pytest.raises(
         CaptureError, match=r"does not run on tensors without values \(test_refusal_texts.py:\d+: RuntimeError"
@@ -98,6 +100,7 @@ def test_why_a_function_cannot_be_kept() -> None:
         compiled(Calls(lambda _, y, x: Fused.apply(y)))
 
 
+@pytest.mark.one_graph
 @pytest.mark.parametrize("how", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
 @pytest.mark.parametrize("place", ["buffer", "attribute", "closure"])
 def test_sparse(how: str, place: str) -> None:

@@ -213,6 +213,7 @@ def of_a_cast(x: Tensor, n: Tensor) -> Tensor:
     return x
 
 
+@pytest.mark.one_graph
 @pytest.mark.slow_cases("of_a_view")
 @pytest.mark.parametrize("decide", [of_floats, of_draws, of_a_view, of_a_cast], ids=lambda f: f.__name__)
 def test_fractions_and_draws_do_not_steer(decide: Callable[[Tensor, Tensor], Tensor]) -> None:

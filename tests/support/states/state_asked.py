@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from state_harness import Of, case, close, full, once, pair, refused, rows, same_gradients
+from state_harness import Of, case, close, full, once, one_graph, pair, refused, rows, same_gradients
 from torch import is_inference_mode_enabled, nn
 from torch.compiler import is_compiling
 
@@ -152,6 +152,7 @@ def questions_about_torch_and_tensors(mesh: autoshard.Mesh) -> None:
 
 
 @case
+@one_graph
 def questions_that_are_refused(mesh: autoshard.Mesh) -> None:
     x = rows().requires_grad_()
     for name, ask in REFUSED.items():

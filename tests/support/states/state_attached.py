@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from state_harness import both, case, close, once, refused, rows, same_gradients, same_state
+from state_harness import both, case, close, once, one_graph, refused, rows, same_gradients, same_state
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -179,6 +179,7 @@ class Doubled(nn.Parameter):
 
 
 @case
+@one_graph
 def parameters_that_compute_otherwise_are_refused(mesh: autoshard.Mesh) -> None:
     model = Reading().double()
     model.b.bias = Doubled(model.b.bias.detach())

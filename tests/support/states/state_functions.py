@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from state_harness import Block, Of, case, close, full, once, pair, refused, rows, same_gradients, steps
+from state_harness import Block, Of, case, close, full, once, one_graph, pair, refused, rows, same_gradients, steps
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -100,6 +100,7 @@ class Writes(torch.autograd.Function):
 
 
 @case
+@one_graph
 def an_autograd_function_that_draws_or_writes(mesh: autoshard.Mesh) -> None:
     for function, why in ((Draws, "it draws random numbers"), (Writes, "it writes to its arguments")):
         with refused(f"custom autograd.Function '{function.__name__}' .*: {why}"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,21 @@ CASES: dict[str, Case] = {}
 def case(function: Case) -> Case:
     CASES[function.__name__] = function
     return function
+
+
+def one_graph(function: Case) -> Case:
+    """``function`` with ``parts=None`` in its compilations: a model that is not one graph is refused."""
+
+    @functools.wraps(function)
+    def run(mesh: autoshard.Mesh) -> None:
+        defaults: Any = autoshard.compile.__kwdefaults__
+        defaults["parts"] = None
+        try:
+            function(mesh)
+        finally:
+            defaults["parts"] = "auto"
+
+    return run
 
 
 class Block(nn.Module):

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 import torch
-from state_harness import Of, both, case, close, full, once, pair, refused, rows, same_gradients
+from state_harness import Of, both, case, close, full, once, one_graph, pair, refused, rows, same_gradients
 from torch import nn
 
 import autoshard
@@ -71,6 +71,7 @@ def a_state_set_anew_in_the_forward(mesh: autoshard.Mesh) -> None:
 
 
 @case
+@one_graph
 def a_state_that_grows(mesh: autoshard.Mesh) -> None:
     class Grows(Recurrent):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -120,6 +121,7 @@ def a_buffer_that_is_returned(mesh: autoshard.Mesh) -> None:
 
 
 @case
+@one_graph
 def a_sparse_buffer(mesh: autoshard.Mesh) -> None:
     """One that nobody reads does no harm, as in openai-whisper."""
 
@@ -289,6 +291,7 @@ def what_a_call_leaves_for_the_next(mesh: autoshard.Mesh) -> None:
 
 
 @case
+@one_graph
 def what_a_call_collects(mesh: autoshard.Mesh) -> None:
     model = Leaves("collects").double()
     with refused("the forward adds to 'seen', 'nested', 'recent' in every call"):

@@ -8,7 +8,22 @@ import warnings
 from typing import Any
 
 import torch
-from state_harness import Block, Net, Of, both, case, close, full, ids, pair, refused, rows, same_gradients, steps
+from state_harness import (
+    Block,
+    Net,
+    Of,
+    both,
+    case,
+    close,
+    full,
+    ids,
+    one_graph,
+    pair,
+    refused,
+    rows,
+    same_gradients,
+    steps,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
@@ -263,6 +278,7 @@ def noise_by_a_hook(mesh: autoshard.Mesh) -> None:
 
 
 @case
+@one_graph
 def hooks_that_observe_are_refused(mesh: autoshard.Mesh) -> None:
     model, sharded = pair(mesh, Net, ids())
     seen: list[Any] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from state_harness import Net, Smooth, both, case, close, full, ids, pair, refused, rows, steps
+from state_harness import Net, Smooth, both, case, close, full, ids, one_graph, pair, refused, rows, steps
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -165,6 +165,7 @@ class OfItsOwn(nn.Module):
 
 
 @case
+@one_graph
 def another_default_dtype_inside(mesh: autoshard.Mesh) -> None:
     steps(*pair(mesh, lambda: OfItsOwn(False), rows()), rows())
     with refused("on integers under a default dtype that it sets itself"):

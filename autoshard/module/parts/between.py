@@ -1,0 +1,277 @@
+"""The code between parts: a copy of the model that runs as the user wrote it and calls its parts."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import fnmatch
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.errors import CaptureError
+from autoshard.layout import Layout
+from autoshard.module.model.closures import deepcopy_functions, ids_in_model
+from autoshard.module.model.hooks import HOOK_FLAGS, HOOK_KINDS
+from autoshard.module.model.submodules import kept_attributes
+from autoshard.module.parts.flops import FlopCount, paused
+from autoshard.module.parts.tensors import PlainTensors
+from autoshard.torch_private.autograd import peek_interpreter_stack
+
+EAGER_MARK = "_autoshard_eager"
+"""attribute of modules that :func:`eager` keeps out of the parts"""
+
+MAX_FIXED_SHAPES = 4
+"""programs of a part before its next one is for all lengths: values decide shapes (masks, mined pairs)"""
+
+
+def eager(module: nn.Module) -> nn.Module:
+    """``module``, marked to run eagerly inside sharded models: its submodules may be parts."""
+    object.__setattr__(module, EAGER_MARK, True)
+    return module
+
+
+def kept_out(model: nn.Module) -> tuple[str, ...]:
+    """Paths of the modules that :func:`eager` marks."""
+    return tuple(path for path, module in model.named_modules() if EAGER_MARK in vars(module))
+
+
+class Between:
+    """A copy of the model on the tensors of ``sharded``; calls of its modules are tried as parts.
+
+    A module that cannot be captured in a mode (:meth:`_mode`) runs eagerly in that mode, and calls its submodules.
+    """
+
+    def __init__(self, sharded: Any) -> None:
+        self.sharded = sharded
+        self.refused: dict[tuple[str, Any], CaptureError] = {}
+        """(module path, mode) → why it cannot be captured"""
+        self.used: dict[str, Any] = {}
+        """path → part that ran in the last call"""
+        self.own: dict[str, str] = {}
+        """path → module that ran eagerly in the last call"""
+        self.programs: dict[Any, list[Any]] = {}
+        """programs by graph: modules of equal structure share one"""
+        self.times: Counter[str] = Counter()
+        """path → calls of its part in the last call"""
+        self.flops: float | None = None
+        """FLOPs of products in the forward of plain code, in the first call"""
+        self._count: FlopCount | None = None
+        self.plain = PlainTensors(sharded)
+        self._seen: dict[str, int] = {}
+        """path → number of laid-out tensors that its part knows"""
+        self.renew()
+
+    def renew(self) -> None:
+        """Take a fresh copy of the model, as it was before any call."""
+        of = self.sharded._original_model
+        with deepcopy_functions(ids_in_model(of.model)):
+            self.model = copy.deepcopy(of.model)
+        self.modules = dict(self.model.named_modules())
+        for path, module in self.modules.items():
+            own, part = module.__dict__, of.parts[path].__dict__
+            own["_non_persistent_buffers_set"] = part["_non_persistent_buffers_set"]
+            for kind in ("_parameters", "_buffers"):
+                own[kind] = self.plain.view(path, part[kind])
+            if path and type(module).forward is not nn.Module.forward:
+                own["forward"] = functools.wraps(module.forward)(functools.partial(self._call, path, module.forward))
+        self._show()
+
+    # --- calls ---
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's outputs."""
+        parts = self.sharded._original_model.parts
+        for path, module in self.modules.items():
+            module.training = parts[path].training
+            self._take_hooks(module.__dict__, parts[path].__dict__)
+        self.used, self.own, self.times = {}, {}, Counter()
+        before = dict(self.refused)
+        self.plain.renew()
+        try:
+            with self.sharded.same_draws(), self.sharded._original_model.users_own(self.model), self._counted():
+                return self.model(*args, **kwargs)
+        except Exception:
+            self.refused = before  # the error may be eager's own
+            raise
+        finally:
+            self.plain.settle()
+            for path, module in self.modules.items():
+                parts[path].training = module.training
+            self._show()
+
+    def _show(self) -> None:
+        """Show the plain attributes of the model on the sharded module: its forward may have set them."""
+        self.sharded.__dict__.update(self._plain_attributes())
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count the FLOPs of plain code in the first call."""
+        if self.flops is not None:
+            yield
+            return
+        self._count = FlopCount()
+        try:
+            with self._count:
+                yield
+            self.flops = self._count.flops
+        finally:
+            self._count = None
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """Attributes of the model itself, without its modules and tensors."""
+        internal = {*vars(nn.Module()), "forward"}
+        return {name: x for name, x in vars(self.model).items() if name not in internal}
+
+    def _plain_attributes(self) -> dict[str, Any]:
+        """Plain attributes of the model, which its forward may have set."""
+        taken = {name for kind in type(self.sharded).__mro__ for name in vars(kind).get("__annotations__", ())}
+        return {n: x for n, x in kept_attributes(self.model).items() if n not in taken and n != EAGER_MARK}
+
+    def copied(self, sharded: Any) -> Between:
+        """The code between the parts of ``sharded``, a deep copy."""
+        made = Between(sharded)
+        made.refused, made.flops = dict(self.refused), self.flops
+        made.plain.read, made.plain.laid_out = {*self.plain.read}, {*self.plain.laid_out}
+        for path, module in self.modules.items():
+            made.modules[path].__dict__.update(copy.deepcopy(kept_attributes(module)))
+        return made
+
+    @staticmethod
+    def _take_hooks(own: dict[str, Any], part: Mapping[str, Any]) -> None:
+        for kind in HOOK_KINDS:
+            if own[kind].keys() != part[kind].keys():
+                had = dict(own[kind])
+                own[kind] = type(own[kind])((n, had.get(n, hook)) for n, hook in part[kind].items())
+        own.update({kind: part[kind] for kind in HOOK_FLAGS})
+
+    def _call(self, path: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of the module at ``path``: of its program, or of its own forward ``plain``."""
+        module = self.modules[path]
+        mode = self._mode(path)
+        if mode is None or (path, mode) in self.refused or not self._may_be_part(path) or self.plain.are_replaced(path):
+            self.own[path] = type(module).__name__
+            return plain(*args, **kwargs)
+        part = self._part(path)
+        if len(part._executables) == MAX_FIXED_SHAPES and not part._settings.dynamic:
+            object.__setattr__(part, "_settings", replace(part._settings, dynamic=True))
+        self._tell_layouts(path, part)
+        self.plain.settle()
+        for below, inner in module.named_modules():
+            part._original_model.parts[below].training = inner.training
+        part.training = module.training
+        try:
+            with paused(self._count):
+                found = part.run_as_part(args, kwargs)
+        except CaptureError as error:
+            if not is_untraceable(error):
+                raise
+            self.refused[path, mode] = error
+            self.own[path] = type(module).__name__
+            return plain(*args, **kwargs)
+        self.used[path] = part
+        self.times[path] += 1
+        return found
+
+    def _mode(self, path: str) -> Any:
+        """What a refusal holds for: the modes of the module's submodules and grad mode; None: no part here."""
+        if peek_interpreter_stack() is not None:  # torch.func: programs have no batching rules
+            return None
+        modes = tuple(m.training for m in self.modules[path].modules())
+        return modes, torch.is_grad_enabled()
+
+    def _may_be_part(self, path: str) -> bool:
+        module, patterns = self.modules[path], self.sharded._settings.parts
+        if kept_out(module):
+            return False
+        if patterns != "auto":
+            return any(matches_part(path, pattern) for pattern in patterns)
+        return any(name.startswith(f"{path}.") for name in self.sharded._original_model.parameters)
+
+    def _part(self, path: str) -> Any:
+        """The sharded module that runs the module at ``path``."""
+        sharded = self.sharded
+        if path not in sharded._inner_modules:
+            sharded.callable_submodule(sharded._original_model.parts[path])
+            part = sharded._inner_modules[path]
+            part._original_model.own_hooks = False
+            hints = hints_within(sharded._settings.opts.hints, path, sharded._original_model)
+            opts = replace(part._settings.opts, hints=hints)
+            settings = replace(part._settings, gather_outputs=True, inputs="global", opts=opts)
+            own = {"_part_of": (self, path), "_settings": settings, "_parameter_layouts": None, "_between": None}
+            for name, value in {**own, "_deferred": False, "_runs_in_parts": False}.items():
+                object.__setattr__(part, name, value)
+        return sharded._inner_modules[path]
+
+    # --- layouts of tensors, which are replicated until a part that reads them is compiled ---
+
+    def _tell_layouts(self, path: str, part: Any) -> None:
+        """Tell a part the layouts that other parts have chosen for its tensors."""
+        if self._seen.get(path) != len(self.plain.laid_out):
+            self._seen[path] = len(self.plain.laid_out)
+            layouts = self.sharded._layout_of
+            found = {n: layouts[f"{path}.{n}"] for n in part._original_model.slots if f"{path}.{n}" in layouts}
+            part._layout_of.update(found)
+            if part._parameter_layouts is not None:
+                part._parameter_layouts.update(found)
+
+    def fixed_layouts(self, path: str, part: Any) -> dict[str, Layout]:
+        """Layouts of a part's tensors that other parts have chosen, and of those that plain code reads."""
+        whole, layouts = Layout(self.sharded._program_mesh), self.sharded._layout_of
+        chosen, read = self._also_named(self.plain.laid_out), self._also_named(self.plain.read)
+        named = {name: f"{path}.{name}" for name in part._original_model.slots}
+        return {n: layouts.get(fqn, whole) for n, fqn in named.items() if fqn in chosen or fqn in read}
+
+    def _also_named(self, names: Collection[str]) -> dict[str, str]:
+        """All names of these tensors → the name here: tied ones have several."""
+        of = self.sharded._original_model
+        by_id = {id(of.tensor(name)): name for name in names}
+        return {name: by_id[id(x)] for name in of.slots if id(x := of.tensor(name)) in by_id}
+
+    def laid_out(self, path: str, layouts: Mapping[str, Layout]) -> None:
+        """Bring the tensors of a part into the layouts of its first program, for all that hold them."""
+        named = {f"{path}.{name}": layout for name, layout in layouts.items()}
+        new = {n: layout for n, layout in named.items() if n not in self._also_named(self.plain.laid_out)}
+        new = {name: new[of] for name, of in self._also_named(new).items()}
+        self.sharded.relay(new)
+        self.plain.laid_out |= new.keys()
+
+    def replicate(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Replicate the tensors that plain code reads and parts have sharded; the parts compile again.
+
+        ``kept``: full tensors by name.
+        """
+        sharded, whole = self.sharded, Layout(self.sharded._program_mesh)
+        names = list(self._also_named(self.plain.read & self.plain.laid_out))
+        for path in [path for path in sharded._inner_modules if any(n.startswith(f"{path}.") for n in names)]:
+            del sharded._inner_modules[path]
+        sharded.relay(dict.fromkeys(names, whole), kept)
+        self.plain.laid_out -= {*names}
+        self._seen.clear()
+
+
+def hints_within(hints: Mapping[str, Any] | None, path: str, of: Any) -> dict[str, Any] | None:
+    """``hints`` of the model for the part at ``path``, by names in the part."""
+    found: dict[str, Any] = {}
+    for pattern, hint in (hints or {}).items():
+        if isinstance(hint, str) and fnmatch.fnmatchcase(path, pattern):  # a style, for its own parameters
+            found |= dict.fromkeys(of.parts[path]._parameters, hint)
+        named = [n for n in (*of.parts, *of.slots) if n.startswith(f"{path}.") and fnmatch.fnmatchcase(n, pattern)]
+        found |= {name[len(path) + 1 :]: hint for name in named}
+    return found or None
+
+
+def matches_part(path: str, pattern: str) -> bool:
+    """Whether ``pattern`` means the module at ``path``; it may begin with ``model.``, for the model itself."""
+    return any(fnmatch.fnmatchcase(name, pattern) for name in (path, f"model.{path}"))
+
+
+def is_untraceable(error: BaseException | None) -> bool:
+    """Whether ``error`` says that a program cannot be made, so that the module may still run eagerly."""
+    return isinstance(error, CaptureError) and error.untraceable

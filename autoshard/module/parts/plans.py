@@ -1,0 +1,92 @@
+"""The plans of a model in parts: one per part, their sum, and what runs eagerly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from autoshard.errors import PlanError
+from autoshard.plans.plan import Plan
+
+
+def plans_of(sharded: Any) -> dict[str, Plan]:
+    """Part (module path; "" for the model itself) → plan, of the last call."""
+    if not sharded._runs_in_parts:
+        return {"": sharded._latest_executable().compiled.plan}
+    return {path: part._latest_executable().compiled.plan for path, part in sharded._between.used.items()}
+
+
+def whole_plan(sharded: Any) -> Plan:
+    """The plan of all parts: layouts and collectives by the model's names, costs added up."""
+    plans = plans_of(sharded)
+    if not plans:
+        raise PlanError(f"no part of {sharded._title} can be compiled: {next(iter(sharded._between.refused.values()))}")
+    if [*plans] == [""]:
+        return plans[""]
+    each = list(plans.values())
+
+    def named(path: str, name: str) -> str:
+        return f"{path}.{name}" if name else path
+
+    def merged(field: str) -> dict[str, Any]:
+        return {named(path, name): x for path, plan in plans.items() for name, x in getattr(plan, field).items()}
+
+    def listed(field: str) -> tuple[str, ...]:
+        return tuple(named(path, name) for path, plan in plans.items() for name in getattr(plan, field))
+
+    times, own = sharded._between.times, _flops_as_written(sharded)
+    added = "compute_s comm_s total_s flops flops_per_rank local_s merged_s exposed_s lower_bound".split()
+    sums = {name: sum(times[path] * getattr(plan.cost, name) for path, plan in plans.items()) for name in added}
+    sums |= {name: sums[name] + own for name in ("flops", "flops_per_rank")}
+    sums |= {name: sum(getattr(plan.cost, name) for plan in each) for name in ("optimizer_s", "memory_bytes")}
+    cost = replace(each[0].cost, **sums)
+    chosen = {
+        named(path, name): replace(
+            choice,
+            fqn=named(path, choice.fqn),
+            inputs=tuple(named(path, n) for n in choice.inputs),
+            outputs=tuple(named(path, n) for n in choice.outputs),
+        )
+        for path, plan in plans.items()
+        for name, choice in plan.choices.items()
+    }
+    collectives = tuple(
+        replace(c, fqn=named(path, c.fqn), value=c.value and named(path, c.value), op=c.op and named(path, c.op))
+        for path, plan in plans.items()
+        for c in plan.collectives
+    )
+    fields: dict[str, Any] = {
+        name: merged(name) for name in ("layouts", "shared", "shapes", "kinds", "ties", "modules", "dtypes", "zero")
+    }
+    fields |= {name: listed(name) for name in ("given", "differentiable", "shared_again")}
+    return replace(
+        each[0],
+        **fields,
+        choices=chosen,
+        collectives=collectives,
+        cost=cost,
+        outputs=(),
+        recomputed=(),
+        baselines=(),
+        notes=(summary(sharded), *dict.fromkeys(note for plan in each for note in plan.notes)),
+        training=any(plan.training for plan in each),
+        title=sharded._title,
+    )
+
+
+def _flops_as_written(sharded: Any) -> float:
+    """FLOPs of products in plain code; the backward of a product takes two."""
+    passes = 3 if any(plan.training for plan in plans_of(sharded).values()) else 1
+    return passes * float(sharded._between.flops or 0)
+
+
+def summary(sharded: Any) -> str:
+    """One line: what runs eagerly and why, how many parts are sharded, and their share of the FLOPs."""
+    between, plans = sharded._between, plans_of(sharded)
+    reason = str(next(e for (path, _), e in reversed(between.refused.items()) if not path)).split(". ")[0]
+    names = dict.fromkeys(path for path, mode in between.refused if path in between.own)
+    also = f" ({', '.join(names)}, too)" if names else ""
+    inside = sum(between.times[path] * plan.cost.flops for path, plan in plans.items())
+    share = inside / (inside + _flops_as_written(sharded)) if inside else 0.0
+    count = f"{len(plans)} part{'s are' if len(plans) != 1 else ' is'} sharded"
+    return f"the code between parts runs eagerly{also}: {reason}; {count}, {share:.1%} of the FLOPs"

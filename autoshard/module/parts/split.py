@@ -1,0 +1,188 @@
+"""Splitting a model into parts when it is not one graph: adoption of its tensors, calls, the plans' sums."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from autoshard.errors import CaptureError, SharedStateError
+from autoshard.layout import Layout
+from autoshard.module.model.original import OriginalModel
+from autoshard.module.parts.between import Between, is_untraceable
+from autoshard.passes.capture.exported.pytrees import flatten_registered
+from autoshard.passes.capture.exported.snapshots import parameters_of, plain_tensors
+from autoshard.passes.capture.refusals.aliasing import storages_of
+from autoshard.runtime.transport import torch_state
+
+
+def run_in_parts(sharded: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One call of ``sharded``: as one graph, else by its parts and the code between them."""
+    between, mode = sharded._between, _mode_of(sharded)
+    if between is not None and ("", mode) in between.refused:
+        return _run(sharded, between, args, kwargs)
+    try:
+        _check_asked_parts(sharded)
+        found = sharded._run_one_graph(args, kwargs)
+    except CaptureError as error:
+        if not is_untraceable(error):
+            raise
+        refusal = error
+    else:
+        object.__setattr__(sharded, "_runs_in_parts", False)
+        return found
+    _check_options(sharded, refusal)
+    with _split(sharded, refusal) as between:
+        if sharded.has_local_tensors and not between.used:
+            _rehearse(sharded, between, args, kwargs)
+        return _run(sharded, between, args, kwargs)
+
+
+def prepare_parts(sharded: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Compile for these arguments: one graph, else the parts of a call, whose writes and draws are undone."""
+    try:
+        _check_asked_parts(sharded)
+        sharded.specialise(args, kwargs)
+        return
+    except CaptureError as error:
+        if not is_untraceable(error):
+            raise
+        refusal = error
+    _check_options(sharded, refusal)
+    asked = sharded._settings.training
+    with (
+        torch.set_grad_enabled(sharded.training if asked is None else asked),
+        _split(sharded, refusal) as between,
+    ):
+        _rehearse(sharded, between, args, kwargs)
+
+
+def _check_asked_parts(sharded: Any) -> None:
+    """Raise :class:`CaptureError` if the user asks for parts: by patterns, or by :func:`autoshard.eager`."""
+    settings = sharded._settings
+    if settings.parts == "auto" and not settings.kept_out:
+        return
+    by_name = "parts= names the modules that are compiled"
+    error = CaptureError(by_name if settings.parts != "auto" else f"autoshard.eager keeps {settings.kept_out[0]!r} out")
+    error.untraceable = True
+    raise error
+
+
+def _rehearse(sharded: Any, between: Between, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A call that compiles the parts and leaves no other trace.
+
+    It begins again while plain code reads tensors that parts had taken for their own: they are replicated.
+    """
+    plain = between.plain
+    plain.rehearses, plain.late = sharded.has_local_tensors, True
+    try:
+        while plain.late:
+            plain.late = False
+            with _undone(sharded) as kept:
+                try:
+                    _run(sharded, between, args, kwargs)
+                except Exception:
+                    if not plain.late:
+                        raise
+            between.renew()
+            if plain.late:
+                between.replicate(kept)
+    finally:
+        plain.rehearses = False
+
+
+def _mode_of(sharded: Any) -> Any:
+    return sharded._original_model.modes, torch.is_grad_enabled()
+
+
+def _run(sharded: Any, between: Between, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    object.__setattr__(sharded, "_runs_in_parts", True)
+    leaves, spec = flatten_registered((args, kwargs))
+    leaves = sharded.gathered_inputs(leaves, spec)
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return between(args, kwargs)
+
+
+def _check_options(sharded: Any, refusal: CaptureError) -> None:
+    """Raise :class:`CaptureError` for options that need one graph."""
+    opts = sharded._settings.opts
+    needs = {
+        "micro_batches": opts.micro_batches != 1,
+        "stages": opts.stages is not None,
+        "plan": opts.plan is not None,
+        "objective": opts.objective != "step",
+        "profile": opts.profile is not None,
+        "strict=True": opts.strict,
+    }
+    if asked := [name for name, is_asked in needs.items() if is_asked]:
+        raise CaptureError(
+            f"{refusal} {' and '.join(asked)} need{'s' * (len(asked) == 1)} one graph: leave it out to compile the parts"
+        ) from refusal
+
+
+@contextmanager
+def _split(sharded: Any, refusal: CaptureError) -> Iterator[Between]:
+    """The code between the parts of ``sharded``. If the first call fails, nothing has changed."""
+    before, original, first = dict(vars(sharded)), sharded._original_model, not sharded._original_model.adopted
+    try:
+        if first:
+            _check_aliases(original.model)
+            made = OriginalModel(original.model)
+            for path, part in made.parts.items():
+                part.training = original.parts[path].training
+            object.__setattr__(sharded, "_original_model", made)
+            object.__setattr__(sharded, "_inner_modules", {})
+            _adopt_replicated(sharded)
+            sharded._show()
+        if sharded._between is None:
+            object.__setattr__(sharded, "_between", Between(sharded))
+        between: Between = sharded._between
+        between.refused["", _mode_of(sharded)] = refusal
+        yield between
+    except Exception as error:
+        if sharded._between is not None:
+            sharded._between.refused.pop(("", _mode_of(sharded)), None)
+        sharded.__dict__.update(before)
+        if isinstance(error, SharedStateError):
+            raise
+        raise refusal from error
+
+
+def _check_aliases(model: nn.Module) -> None:
+    """Refuse tensors that code could read in a parameter's memory: they would miss its steps."""
+    owners = {memory: name for name, p in model.named_parameters() for memory in storages_of([p])}
+    others = {**dict(model.named_buffers()), **{name: x for name, (x, _) in plain_tensors(model).items()}}
+    for name, x in others.items():
+        if of := next((owners[memory] for memory in storages_of([x]) if memory in owners), None):
+            raise SharedStateError(f"{name!r} shares memory with parameter {of!r}. Keep a clone() of it")
+
+
+def _adopt_replicated(sharded: Any) -> None:
+    """Take over all tensors of the model, replicated: the parts that read them lay them out."""
+    model, whole = sharded._original_model.model, Layout(sharded._program_mesh)
+    layouts = dict.fromkeys(parameters_of(model), whole)
+    sharded._adopt(model, (), layouts)
+    object.__setattr__(sharded, "_parameter_layouts", dict.fromkeys(sharded._original_model.slots, whole))
+
+
+@contextmanager
+def _undone(sharded: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """Inside, writes to parameters and buffers, and draws, are undone at the end; yields full tensors by name."""
+    names = list(sharded._original_model.slots)
+    before = {name: sharded._full(sharded.tensor(name).detach()) for name in names}
+    states = torch_state.generator_states(), random.getstate(), numpy.random.get_state()
+    try:
+        yield before
+    finally:
+        torch_state.set_generator_states(states[0])
+        random.setstate(states[1])
+        numpy.random.set_state(states[2])
+        with torch.no_grad():
+            for name in names:
+                sharded._load(sharded.tensor(name), before[name])

@@ -1,0 +1,175 @@
+"""Models that are not one graph: parts are compiled, and the code between them runs as it is written."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import parts_cases
+import pytest
+import torch
+from harness import ideal
+from parts_cases import LayerDrop, check, made
+from torch import nn
+
+import autoshard
+from autoshard import CaptureError, PlanError
+
+AXES = {"tp": 2}
+
+
+@pytest.mark.parametrize("name", parts_cases.CASES)
+def test_trains_as_on_one_device(name: str) -> None:
+    sharded = check(name)
+    assert "" not in sharded.parts
+    assert all(plan.cost.flops_per_rank < plan.cost.flops for plan in sharded.plans.values() if plan.cost.flops)
+    with pytest.raises(CaptureError):
+        autoshard.compile(made(name)[0], ideal(AXES), made(name)[1], parts=None)
+
+
+def test_a_model_that_is_one_graph_has_one_part() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
+    sharded = autoshard.compile(model, ideal(AXES), (x,))
+    assert sharded.parts == ("",)
+    assert sharded.plans[""] is sharded.plan
+    assert sharded.plan == autoshard.compile(model, ideal(AXES), (x,), parts=None).plan
+
+
+def test_plans_and_their_sum() -> None:
+    model, args = made("matching")
+    sharded = autoshard.compile(model, ideal(AXES), args)
+    assert sharded.parts == ("backbone", "decoder", "head")
+    plan, plans = sharded.plan, sharded.plans
+    assert plan.cost.flops == sum(p.cost.flops for p in plans.values())
+    assert plan.cost.flops_per_rank * 2 == plan.cost.flops
+    assert "decoder.linear1.weight" in plan.layouts
+    assert {c.fqn.split(".")[0] for c in plan.collectives} <= {"backbone", "decoder", "head"}
+    line = plan.notes[0]
+    assert "criterion" in line
+    assert re.search(r"parts_cases\.py:\d+", line), line
+    assert "3 parts are sharded, 100.0% of the FLOPs" in line
+    assert line in " ".join(plan.report().split())
+    assert "# decoder" in sharded.source
+
+
+def test_compiling_leaves_no_trace() -> None:
+    """The call that compiles the parts writes no buffer, and draws nothing."""
+    model, args = made("momentum_by_data")
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    sharded = autoshard.compile(model, ideal(AXES), args)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, x in sharded.state_dict().items():
+        assert torch.equal(x, before[name]), name
+        assert torch.equal(model.state_dict()[name], before[name]), name
+    assert sharded.start == model.start == 0
+    sharded(*args)
+    assert (sharded.start, model.start) == (4, 0)
+
+
+def test_equal_modules_share_one_program() -> None:
+    model, args = made("layerdrop")
+    model.layers.eval()
+    for layer in model.layers:
+        layer[1].p = 0.0
+    sharded = autoshard.compile(model, ideal(AXES))
+    for _ in range(6):
+        sharded(args[0].requires_grad_())
+    programs = sharded._between.programs
+    assert len(sharded._inner_modules) == 3
+    assert sum(map(len, programs.values())) == 1
+
+
+def test_modes_are_tried_one_by_one() -> None:
+    """In eval mode the model is one graph, in training it is not."""
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = LayerDrop(), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(x) + (self.inner(x) if self.training else 0)
+
+    torch.manual_seed(0)
+    model, x = Dropped().double(), torch.randn(4, 8).double()
+    sharded = autoshard.compile(model, ideal(AXES))
+    for train in (False, True, False, True):
+        torch.manual_seed(0)
+        torch.random.manual_seed(0)
+        assert (sharded.train(train)(x) - 0).shape == (4, 8)
+        assert sharded.parts == (("",) if not train else sharded.parts)
+        assert (sharded.parts == ("",)) is not train
+    sharded.eval()
+    torch.testing.assert_close(sharded(x), model.eval()(x), rtol=1e-9, atol=1e-12)
+
+
+def test_parts_by_name() -> None:
+    model, args = made("matching")
+    sharded = autoshard.compile(model, ideal(AXES), args, parts=["model.backbone", "dec*"])
+    assert sharded.parts == ("backbone", "decoder")
+    torch.manual_seed(0)
+    expected = model(*args)["loss"]
+    torch.manual_seed(0)
+    torch.testing.assert_close(sharded(*args)["loss"], expected, rtol=1e-9, atol=1e-12)
+    with pytest.raises(CaptureError, match=r"'neck' matches no module. Nearest: "):
+        autoshard.compile(model, ideal(AXES), parts=["neck"])
+    with pytest.raises(CaptureError, match="give 'auto', None, or a list"):
+        autoshard.compile(model, ideal(AXES), parts="backbone")
+
+
+def test_a_module_that_is_kept_out() -> None:
+    model, args = made("matching")
+    autoshard.eager(model.decoder.linear1)
+    sharded = autoshard.compile(model, ideal(AXES), args)
+    assert "decoder" not in sharded.parts
+    assert {"backbone", "decoder.linear2", "head"} <= {*sharded.parts}
+    assert "decoder.linear1" not in sharded.parts
+    one = nn.Sequential(nn.Linear(8, 8), autoshard.eager(nn.Linear(8, 8)))
+    sharded, x = autoshard.compile(one, ideal(AXES)), torch.randn(4, 8)
+    torch.testing.assert_close(sharded(x), one(x))
+    assert sharded.parts == ("0",)
+    assert "keeps '1' out" in sharded.plan.notes[0]
+    assert sharded.plan.cost.flops == 2 * sharded.plans["0"].cost.flops
+
+
+def test_what_needs_one_graph_says_what_is_in_the_way() -> None:
+    model, args = made("matching")
+    for options in ({"micro_batches": 2}, {"strict": True}):
+        with pytest.raises(CaptureError, match=r"criterion \(.*parts_cases\.py:\d+.* needs? one graph"):
+            autoshard.compile(model, ideal(AXES), args, **options)  # type: ignore[arg-type]
+
+
+def test_errors_of_the_model_change_nothing() -> None:
+    """A wrong shape fails in eager, too: it is the refusal of the first call, and nothing is taken over."""
+    model, (x, labels) = made("matching")
+    sharded = autoshard.compile(model, ideal(AXES))
+    with pytest.raises(CaptureError):
+        sharded(x[..., :5], labels)
+    with pytest.raises(PlanError, match="nothing is compiled yet"):
+        sharded.plan  # noqa: B018
+    assert sharded(x, labels)["loss"].requires_grad
+    model.register_buffer("view", model.head.weight.detach())
+    with pytest.raises(CaptureError, match="shares memory with parameter"):
+        autoshard.compile(model, ideal(AXES), (x, labels))
+
+
+def test_copies_train_apart() -> None:
+    model, args = made("matching")
+    sharded = autoshard.compile(model, ideal(AXES), args)
+    twin: Any = copy.deepcopy(sharded)
+    before = {n: x.clone() for n, x in twin.state_dict().items()}
+    with torch.no_grad():
+        for p in sharded.parameters():
+            p.add_(1.0)
+    assert all(torch.equal(x, before[n]) for n, x in twin.state_dict().items())
+    torch.manual_seed(0)
+    expected = model(*args)["loss"]
+    torch.manual_seed(0)
+    torch.testing.assert_close(twin(*args)["loss"], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_verify_compares_across_parts() -> None:
+    model, args = made("matching")
+    report = autoshard.verify(model, ideal(AXES), args, steps=2)
+    assert report.ok, str(report)

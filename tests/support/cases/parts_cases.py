@@ -1,0 +1,252 @@
+"""Models that are not one graph, and their training in parts against one device, in one process and on gloo ranks."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from harness import ideal
+from torch import nn
+
+import autoshard
+
+Case = tuple[nn.Module, tuple[Any, ...]]
+
+
+def _mlp(*widths: int) -> nn.Sequential:
+    a, b, c = widths
+    return nn.Sequential(nn.Linear(a, b), nn.Tanh(), nn.Linear(b, c))
+
+
+class Matching(nn.Module):
+    """A loss whose pairs come from numpy, as DETR's."""
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for row, wanted in zip(logits, labels, strict=True):
+            cost = -row.softmax(-1)[:, wanted].detach().numpy()
+            found = itertools.permutations(range(len(row)), len(wanted))
+            best = min(found, key=lambda p: sum(cost[i, j] for j, i in enumerate(p)))
+            losses.append(F.cross_entropy(row[torch.as_tensor(best)], wanted))
+        return torch.stack(losses).mean()
+
+
+class Detection(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.queries = _mlp(8, 32, 16), nn.Parameter(torch.randn(4, 16))
+        self.decoder = nn.TransformerDecoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.head, self.criterion = nn.Linear(16, 5), Matching()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+        found = self.decoder(self.queries.expand(len(x), -1, -1), self.backbone(x))
+        loss = self.criterion(self.head(found), labels)
+        return {"loss": loss, "value": loss.item()}
+
+
+class Equilibrium(nn.Module):
+    """A solver that stops when it has converged; it calls one part again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.f, self.out = nn.Linear(8, 16), _mlp(16, 32, 16), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        u = self.into(x)
+        z = torch.zeros_like(u)
+        with torch.no_grad():
+            for _ in range(30):
+                before, z = z, torch.tanh(0.3 * self.f(z) + u)
+                if (z - before).norm() < 1e-2:
+                    break
+        return self.out(torch.tanh(0.3 * self.f(z) + u)).square().mean()
+
+
+class LayerDrop(nn.Module):
+    """Python's and numpy's draws decide which layers run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if random.random() < 0.7:
+                x = x + layer(x)
+        return x.square().mean() * float(np.random.rand())
+
+
+class Momentum(nn.Module):
+    """A momentum encoder, in place or through ``.data``, and a queue."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.query, self.in_place = _mlp(8, 32, 8), in_place
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+        self.register_buffer("queue", torch.randn(12, 8))
+        self.start = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for p, k in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                if self.in_place:
+                    k.mul_(0.9).add_(p, alpha=0.1)
+                else:
+                    k.data = k.data * 0.9 + p.data * 0.1
+            keys = self.key(x + 0.1)
+        found = self.query(x)
+        logits = torch.cat([(found * keys).sum(1, keepdim=True), found @ self.queue.clone().T], 1)
+        self.queue[self.start : self.start + len(keys)] = keys
+        self.start = (self.start + len(keys)) % 12
+        if logits.isnan().any():
+            raise ValueError
+        return F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
+
+
+class Force(nn.Module):
+    """Energies, and forces as their gradient: the loss has a second derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.net = nn.Embedding(5, 8), _mlp(9, 32, 1)
+
+    def forward(self, kinds: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        places = places.detach().requires_grad_()
+        far = (places[:, None] - places[None]).square().sum(-1).sum(1, keepdim=True).sqrt()
+        energy = self.net(torch.cat([self.embed(kinds), far], -1)).sum()
+        (force,) = torch.autograd.grad(energy, places, create_graph=True)
+        return force.square().mean() + 0.01 * energy.square()
+
+
+class AdaptiveWeight(nn.Module):
+    """The weight of a loss is a ratio of gradients, as in VQGAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last, self.judge = _mlp(8, 32, 8), nn.Linear(8, 8), _mlp(8, 16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.last(self.body(x))
+        near, far = (made - x).abs().mean(), -self.judge(made).mean()
+        a, b = (torch.autograd.grad(y, self.last.weight, retain_graph=True)[0].norm() for y in (near, far))
+        return near + (a / (b + 1e-4)).detach() * far
+
+
+class InnerStep(nn.Module):
+    """MAML: a step on the parameters inside the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.net = nn.Linear(8, 4), _mlp(4, 32, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, named = self.into(x), dict(self.net.named_parameters())
+        loss = torch.func.functional_call(self.net, named, (x,)).square().mean()
+        steps = torch.autograd.grad(loss, list(named.values()), create_graph=True)
+        after = {n: p - 0.1 * g for (n, p), g in zip(named.items(), steps, strict=True)}
+        return torch.func.functional_call(self.net, after, (x,)).square().mean()
+
+
+class PerSample(nn.Module):
+    """Gradients of each sample, by torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.net = nn.Linear(8, 4), _mlp(4, 32, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, named = self.into(x), dict(self.net.named_parameters())
+
+        def loss(named: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(self.net, named, (row,)).square().mean()
+
+        found = torch.func.vmap(torch.func.grad(loss), (None, 0))(named, x)
+        norms = sum(g.flatten(1).square().sum(1) for g in found.values())
+        return (norms.detach() * self.net(x).square().mean(1)).mean() + 0.01 * norms.mean()
+
+
+class Triplets(nn.Module):
+    """Pairs are mined from distances, so their number varies; the table is tied to the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.net, self.head = nn.Embedding(9, 8), _mlp(8, 32, 8), nn.Linear(8, 9, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found = F.normalize(self.net(self.table(ids)), dim=1)
+        apart = torch.cdist(found, found)
+        near = [(i, j) for i, j in itertools.permutations(range(len(ids)), 2) if apart[i, j] < apart[i].mean()]
+        pulled = [apart[i, j] for i, j in near]
+        return torch.stack(pulled).mean() + F.cross_entropy(self.head(found), ids)
+
+
+def _rows() -> torch.Tensor:
+    return torch.randn(4, 8)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "matching": lambda: (Detection(), (torch.randn(2, 5, 8), torch.randint(5, (2, 3)))),
+    "a_solver": lambda: (Equilibrium(), (_rows(),)),
+    "layerdrop": lambda: (LayerDrop(), (_rows(),)),
+    "momentum_in_place": lambda: (Momentum(True), (_rows(),)),
+    "momentum_by_data": lambda: (Momentum(False), (_rows(),)),
+    "forces": lambda: (Force(), (torch.randint(5, (6,)), torch.randn(6, 3))),
+    "an_adaptive_weight": lambda: (AdaptiveWeight(), (_rows(),)),
+    "an_inner_step": lambda: (InnerStep(), (_rows(),)),
+    "gradients_per_sample": lambda: (PerSample(), (_rows(),)),
+    "triplets": lambda: (Triplets(), (torch.randint(9, (6,)),)),
+}
+
+
+def made(name: str) -> Case:
+    """The model of a case in float64, and its arguments."""
+    torch.manual_seed(1)
+    model, args = CASES[name]()
+    return model.double(), tuple(x.double() if x.is_floating_point() else x for x in args)
+
+
+def _full(x: torch.Tensor) -> torch.Tensor:
+    whole: torch.Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return whole.detach().clone()
+
+
+def trained(model: nn.Module, args: tuple[Any, ...], steps: int = 3) -> list[dict[str, torch.Tensor]]:
+    """Per step the loss and gradients; last the state, and what each generator draws next."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    optimizer, found = None, []
+    for _ in range(steps):
+        out = model(*args)
+        loss = out["loss"] if isinstance(out, dict) else out
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+        optimizer.zero_grad()
+        loss.backward()
+        found.append(
+            {"loss": _full(loss)} | {n: _full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        )
+        optimizer.step()
+    found.append({n: _full(x) for n, x in model.state_dict().items()})
+    found.append({"next": torch.tensor([float(torch.rand(())), random.random(), np.random.rand()])})
+    return found
+
+
+def check(name: str, **options: Any) -> autoshard.ShardedModule:
+    """Train a case on two ranks and on one device; both must agree."""
+    model, args = made(name)
+    expected = trained(copy.deepcopy(model), args)
+    sharded = autoshard.compile(model, ideal({"tp": 2}), **options)
+    for step, (a, b) in enumerate(zip(trained(sharded, args), expected, strict=True)):
+        assert a.keys() == b.keys(), (name, step, a.keys() ^ b.keys())
+        for what, x in a.items():
+            scale = max(1e-3, float(b[what].abs().max()))
+            error = float((x - b[what]).abs().max()) / scale
+            assert error <= 1e-9, f"{name}, step {step}, {what}: {error:.1e}"
+    return sharded
