@@ -190,6 +190,8 @@ def disjoint_ranks() -> None:
     other = parts()[mine]
     with pytest.raises(MeshError, match="is not in the DeviceMesh"):
         compiled(3, other)
+    with pytest.raises(PlanError, match=r"save\(\) needs a module of all"):
+        (source or target).save("/nowhere")
 
 
 def replicas() -> None:
@@ -228,8 +230,9 @@ def stages() -> None:
     step(source, first)
     autoshard.transfer(source, target, optimizer=(first, second))
     have, found = source.full_state_dict(), target.full_state_dict()
-    for n, x in have.items():  # stages round the tied weight's gradients each in its own way
-        assert (x - found[n]).abs().max() < 1e-15 * x.abs().max(), n
+    for n, x in have.items():  # each of the two stages rounds its gradient of the tied weight, which AdamW enlarges
+        tolerance = 1e-9 if n in ("embedding.weight", "head.weight") else 0.0
+        assert (x - found[n]).abs().max() <= tolerance * x.abs().max(), n
     losses = [step(source, first), step(target, second), step(source, first), step(target, second)]
     assert abs(losses[0] / losses[1] - 1) + abs(losses[2] / losses[3] - 1) < 1e-9, losses
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import pickle
 import random
 import zlib
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import runtime
 from autoshard.compiler import capture_graph, compile_graph
-from autoshard.errors import CaptureError, CommunicationError
+from autoshard.errors import CaptureError, CommunicationError, PlanError
 from autoshard.layout import I, Layout, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.module.dtensors.dispatch import with_plain_gradient
@@ -257,6 +258,15 @@ class DistributedModule(RankLocalModule):
             self, "_on_gloo", all(dist.get_backend(device_mesh.get_group(i)) == "gloo" for i in range(device_mesh.ndim))
         )
         self._comm.device = self._device
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """See :meth:`ShardedModule.save`. Raises :class:`PlanError` on a ``DeviceMesh`` of some ranks."""
+        if self.device_mesh in PART_MESHES:
+            raise PlanError(
+                f"save() needs a module of all {dist.get_world_size()} ranks, but the mesh ({self.mesh}) has "
+                f"{self.mesh.size}. Save full_state_dict() and plan.to_json()"
+            )
+        super().save(directory)
 
     def _shared(self) -> list[Any]:
         """See :meth:`Compiling._shared`."""
