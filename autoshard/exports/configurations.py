@@ -283,7 +283,7 @@ def _torchtitan(data: Mapping[str, Any]) -> Configuration:
         source="",
         sizes=sizes,
         zero=(2 if part.get("fsdp_reshard_after_forward") == "never" else 3) if is_sharded else 0,
-        tensor="megatron-sp",
+        tensor="megatron-sp" if part.get("enable_sequence_parallel", True) else "megatron",
         options={
             **_recompute_of(data.get("activation_checkpoint", {}).get("mode", "none")),
             "schedule": schedule,

@@ -129,7 +129,7 @@ def _torchtitan_files(found: Description) -> Files:
         "data_parallel_shard_degree": found.shards,
         "fsdp_reshard_after_forward": "always" if found.zero in (0, 3) else "never",
         "tensor_parallel_degree": found.size("tp"),
-        "disable_loss_parallel": not any(s.in_loss for s in found.styles.values()),
+        "enable_sequence_parallel": found.is_sequence_parallel,
         "context_parallel_degree": found.size("cp"),
         "expert_parallel_degree": found.size("ep"),
         "pipeline_parallel_degree": found.size("pp"),
@@ -152,7 +152,10 @@ def _torchtitan_files(found: Description) -> Files:
     lines = (
         f"[{name}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in part.items()) for name, part in parts.items()
     )
-    return {"torchtitan.toml": "\n".join(lines)}
+    return {"torchtitan.toml": "\n".join([_TORCHTITAN_HEADER, *lines])}
+
+
+_TORCHTITAN_HEADER = "# Since torchtitan 0.3 these are options: --parallelism.tensor_parallel_degree 2"
 
 
 def stage_modules(found: Description) -> list[tuple[str, ...]]:
@@ -173,8 +176,6 @@ def _block_of(fqn: str, found: Description) -> bool:
 def _torchtitan_gaps(found: Description) -> Iterator[str]:
     if found.context_word == "ring" and found.size("cp") > 1:
         yield "torchtitan chooses how keys and values are exchanged (context_parallel_rotate_method)"
-    if found.size("tp") > 1 and not found.is_sequence_parallel:
-        yield "torchtitan shards the sequence between linear layers, the plan does not"
 
 
 # --- Megatron-LM ---

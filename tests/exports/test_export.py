@@ -45,9 +45,9 @@ def staged() -> Plan:
 
 
 DOCUMENTED = {
-    # https://github.com/pytorch/torchtitan/blob/main/torchtitan/config/job_config.py
+    # https://github.com/pytorch/torchtitan/blob/main/torchtitan/config/configs.py, job_config.py before 0.3
     "torchtitan": """local_batch_size global_batch_size seq_len mixed_precision_param data_parallel_replicate_degree
-        data_parallel_shard_degree fsdp_reshard_after_forward tensor_parallel_degree disable_loss_parallel
+        data_parallel_shard_degree fsdp_reshard_after_forward tensor_parallel_degree enable_sequence_parallel
         pipeline_parallel_degree pipeline_parallel_schedule pipeline_parallel_microbatch_size module_fqns_per_model_part
         context_parallel_degree expert_parallel_degree mode selective_ac_option""",
     # https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/training/arguments.py
