@@ -141,7 +141,7 @@ def projected(plan: Plan, devices: Sequence[int], measured: tuple[int, float] | 
     factor = 1.0
     if measured is not None:
         for _ in range(ANCHOR_ROUNDS):
-            cost = _scaled(plan, axis, measured[0] // plan.mesh.size, factor).cost
+            cost = _on_more(plan, axis, measured[0] // plan.mesh.size, factor).cost
             factor *= 1.0 + (measured[1] - cost.total_s) / cost.compute_s
             if factor <= 0:
                 raise PlanError(
@@ -149,7 +149,7 @@ def projected(plan: Plan, devices: Sequence[int], measured: tuple[int, float] | 
                     f"{show_seconds(cost.total_s - cost.compute_s)} on {measured[0]} devices. "
                     "Give a step of this model and batch"
                 )
-    rows = (_row(_scaled(plan, axis, size // plan.mesh.size, factor)) for size in sorted({*devices}))
+    rows = (_row(_on_more(plan, axis, size // plan.mesh.size, factor)) for size in sorted({*devices}))
     return Projection(plan, tuple(rows), factor)
 
 
@@ -167,7 +167,7 @@ def data_axis(plan: Record) -> str:
     )
 
 
-def _scaled(plan: Plan, axis: str, times: int, factor: float) -> Plan:
+def _on_more(plan: Plan, axis: str, times: int, factor: float) -> Plan:
     """``plan`` with ``times`` the ranks along ``axis``, and compute that takes ``factor`` times as long."""
     if times == 1 and factor == 1.0:
         return plan
