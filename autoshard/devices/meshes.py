@@ -169,8 +169,8 @@ def mesh_shapes(devices: int) -> Iterator[tuple[int, ...]]:
 def divided_mesh_shape(shape: tuple[int, ...], per_node: int) -> tuple[int, ...]:
     """``shape`` with one more axis: the axis that spans nodes is split there, else the largest.
 
-    >>> divided((4, 16), 8), divided((8, 8), 8), divided((2, 2), 8), divided((64,), 8)
-    ((4, 2, 8), (4, 2, 8), (2, 2), (8, 8))
+    >>> [divided_mesh_shape(shape, 8) for shape in ((4, 16), (8, 8), (2, 2), (64,))]
+    [(4, 2, 8), (4, 2, 8), (2, 2), (8, 8)]
     """
     inner = 1
     for i in reversed(range(len(shape))):

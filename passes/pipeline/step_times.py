@@ -141,7 +141,7 @@ def _path_coefficients(
 
 
 def _minimum_of_last(table: Array, low: Array, high: Array) -> float:
-    """Least value of the last of variables x ≥ 0 with low ≤ ``table`` x ≤ high, less TOLERANCE."""
+    """Least value of the last of variables x ≥ 0 with low ≤ ``table`` x ≤ high, less SOLVER_TOLERANCE."""
     programme, columns = highspy.HighsLp(), table.shape[1]
     programme.num_row_, programme.num_col_ = table.shape
     programme.col_cost_ = np.eye(columns)[-1]

@@ -69,7 +69,7 @@ def _setting_offer(graph: Graph, recompute: Recompute) -> RecomputeOffer:
         case "selective":
             return _fixed_offer(_selective_states(graph))
         case "auto":
-            return _search_offer(graph)
+            return _searched_states
     raise PlanError(
         f"recompute={recompute!r} is not one of {', '.join(map(repr, RECOMPUTE_SETTINGS))} or {{pattern: True | False}}"
     )
@@ -84,9 +84,9 @@ def _fixed_offer(states: Mapping[str, int]) -> RecomputeOffer:
     return lambda node: (states.get(node.name, 0),)
 
 
-def _search_offer(graph: Graph) -> RecomputeOffer:
+def _searched_states(node: Node) -> tuple[int, ...]:
     """State 1 (convert operands again, or redraw) exists only for products and dropout."""
-    return lambda node: (0, 1, 2) if _has_flops(node) or can_redraw(node) else (0, 2)
+    return (0, 1, 2) if _has_flops(node) or can_redraw(node) else (0, 2)
 
 
 def _matched_modules(graph: Graph, patterns: Mapping[str, bool]) -> dict[str, str]:

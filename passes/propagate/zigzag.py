@@ -61,8 +61,8 @@ ORDER_FREE_OPS = POSITION_REDUCTIONS.union(
     ),
     (experts_op._opoverload,),
 )
-"""order-free operations whose local form differs from the global one; ADDING: the part of them that
-may reduce over positions"""
+"""order-free operations whose local form differs from the global one; ``POSITION_REDUCTIONS``: the part of
+them that may reduce over positions"""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A cost network as a mixed-integer programme (MILP) for HiGHS: the core after elimination, with limit
+"""A cost network as a mixed-integer programme (MILP) for HiGHS: the core after elimination.
 
 Source: Huangfu and Hall, Parallelizing the dual revised simplex method (2018), for HiGHS: one thread, quiet, reproducible."""
 
