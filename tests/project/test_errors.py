@@ -100,6 +100,7 @@ def test_state_sees_a_change() -> None:
     assert state(model) != before
 
 
+@pytest.mark.one_graph
 def test_custom_autograd_function() -> None:
     assert message(WithFunction(), compiled(), autoshard.CaptureError) == (
         f"the model ({line_of('return Double.apply(super().forward(x))')}): custom "
@@ -109,6 +110,7 @@ def test_custom_autograd_function() -> None:
     )
 
 
+@pytest.mark.one_graph
 def test_tensor_hook_in_the_forward() -> None:
     assert message(WithHook(), compiled(), autoshard.CaptureError) == (
         f"the model ({line_of('y.register_hook(lambda g: 2 * g)')}): a tensor hook (register_hook) is called in the "
@@ -125,6 +127,7 @@ def test_tensor_hook_on_a_parameter() -> None:
     )
 
 
+@pytest.mark.one_graph
 def test_data_dependent_control_flow() -> None:
     assert message(WithBranch(), compiled(), autoshard.CaptureError) == (
         f"the model ({line_of('if y.sum() > 0:')}): the program depends on the values of a tensor (`if y.sum() > 0:`), "
@@ -329,6 +332,7 @@ class Caching(nn.Module):
         return y
 
 
+@pytest.mark.one_graph
 def test_a_cache_that_the_first_call_fills() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Caching())
     with pytest.raises(

@@ -19,9 +19,10 @@ from autoshard.layout import Layout
 from autoshard.module.model.closures import deepcopy_functions, ids_in_model
 from autoshard.module.model.hooks import HOOK_FLAGS, HOOK_KINDS
 from autoshard.module.model.submodules import kept_attributes
-from autoshard.module.parts.flops import FlopCount, paused
+from autoshard.module.parts.plans import FlopCount
 from autoshard.module.parts.tensors import PlainTensors
 from autoshard.torch_private.autograd import peek_interpreter_stack
+from autoshard.torch_private.dispatch import without_dispatch_modes
 
 EAGER_MARK = "_autoshard_eager"
 """attribute of modules that :func:`eager` keeps out of the parts"""
@@ -167,7 +168,7 @@ class Between:
             part._original_model.parts[below].training = inner.training
         part.training = module.training
         try:
-            with paused(self._count):
+            with contextlib.nullcontext() if self._count is None else without_dispatch_modes():
                 found = part.run_as_part(args, kwargs)
         except CaptureError as error:
             if not is_untraceable(error):

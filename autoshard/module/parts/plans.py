@@ -1,12 +1,19 @@
-"""The plans of a model in parts: one per part, their sum, and what runs eagerly."""
+"""The plans of a model in parts: one per part, their sum, what runs eagerly, and its FLOPs."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from torch.utils.flop_counter import flop_registry
+
 from autoshard.errors import PlanError
 from autoshard.plans.plan import Plan
+from autoshard.torch_private.autograd import current_backward
+from autoshard.torch_private.dispatch import TorchDispatchMode
 
 
 def plans_of(sharded: Any) -> dict[str, Plan]:
@@ -90,3 +97,25 @@ def summary(sharded: Any) -> str:
     share = inside / (inside + _flops_as_written(sharded)) if inside else 0.0
     count = f"{len(plans)} part{'s are' if len(plans) != 1 else ' is'} sharded"
     return f"the code between parts runs eagerly{also}: {reason}; {count}, {share:.1%} of the FLOPs"
+
+
+@functools.cache
+def _formulas() -> dict[Any, Callable[..., int]]:
+    """Overload of an operation → its formula."""
+    return {getattr(op, n): f for op, f in flop_registry.items() if hasattr(op, "overloads") for n in op.overloads()}
+
+
+class FlopCount(TorchDispatchMode):
+    """FLOPs of products in plain code, by torch's formulas. Counts while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func``, and count it."""
+        found = func(*args, **(kwargs or {}))
+        if current_backward() == -1 and (formula := _formulas().get(func)):  # a backward also runs that of parts
+            with contextlib.suppress(Exception):  # a formula may not know this call
+                self.flops += formula(*args, **(kwargs or {}), out_val=found)
+        return found

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
-import pickle
 import random
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,17 +100,17 @@ class RankLocalModule(ShardedModule):
     def same_draws(self) -> Iterator[None]:
         """See :meth:`Compiling.same_draws`. Collective."""
         own = random.getstate(), numpy.random.get_state()
-        text = pickle.dumps(own)
-        message = torch.frombuffer(bytearray(text.ljust(_STATE_BYTES)), dtype=torch.uint8).clone()
-        agreed = pickle.loads(self._agreement.tensor_of_first(message).numpy().tobytes())
-        random.setstate(agreed[0])
-        numpy.random.set_state(agreed[1])
+        text = _states_as_json(own)
+        agreed = self._agreement.from_first(lambda: text)
+        (version, words, after), kind = json.loads(agreed)
+        random.setstate((version, tuple(words), after))
+        numpy.random.set_state(tuple(kind))
         try:
             with runtime.synchronised_rng(self._comm):
                 self._comm.random_states()
                 yield
         finally:
-            if pickle.dumps(agreed) != text:
+            if agreed != text:
                 random.setstate(own[0])
                 numpy.random.set_state(own[1])
 
@@ -200,8 +200,10 @@ class RankLocalModule(ShardedModule):
             )
 
 
-_STATE_BYTES = 16384
-"""bytes of the states of Python's and numpy's generators, 625 and 624 words, as pickled (about 6 kB)"""
+def _states_as_json(states: tuple[Any, Any]) -> str:
+    """States of Python's and numpy's generators."""
+    python, (kind, words, *rest) = states
+    return json.dumps([python, [kind, words.tolist(), *rest]])
 
 
 def run_redistribution(plan: Any, local: torch.Tensor) -> torch.Tensor:
