@@ -590,11 +590,9 @@ def _layout_from(mesh: Mesh, form: _LayoutJson) -> Layout:
 
 def placement_from(text: str) -> Placement:
     """``S(1)``, ``S(1/4:1:1)``, ``O(2)``, ``R``, ``I``, ``P`` or ``P(max)`` as a placement."""
-    if text in _LETTER_PLACEMENTS:
-        return _LETTER_PLACEMENTS[text]
     inner = text[2:-1]
-    if text.startswith("O("):
-        return Owned(owner=int(inner))
+    if text in _LETTER_PLACEMENTS or text.startswith("O("):
+        return _LETTER_PLACEMENTS[text] if text in _LETTER_PLACEMENTS else Owned(owner=int(inner))
     if "/" in inner:
         dim, parts = inner.split("/")
         return Grouped(int(dim), tuple(map(int, parts.split(":"))) if ":" in parts else (1,) * int(parts))

@@ -102,4 +102,4 @@ def test_a_model_that_cannot_be_captured_is_refused_with_the_reason() -> None:
     assert not found.complete
     assert "refused" in str(found)
     with pytest.raises(autoshard.CaptureError):
-        autoshard.compile(Branch(), {"x": 2}, (torch.randn(4),))
+        autoshard.compile(Branch(), {"x": 2}, (torch.randn(4),), parts=None)

@@ -365,7 +365,7 @@ def errors_are_raised_everywhere() -> None:
             if rank == RANK
             else checks("")
         ):
-            assert_all_raise(type(error), str(error), lambda: compiled(Net(), X))
+            assert_all_raise(type(error), str(error), lambda: compiled(Net(), X, parts=None))
     assert_step_alike(compiled(Net(), X), Net())
 
 

@@ -55,16 +55,16 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 78694,
-    "tokens": 670480,
-    "lines over 100 columns": 4730,
-    "files": 358,
-    "files under 60 lines": 11,
-    "names at module level in 3 or more files": 8,
-    "numeric constants at module level": 108,
+    "lines": 78687,
+    "tokens": 670496,
+    "lines over 100 columns": 4733,
+    "files": 357,
+    "files under 60 lines": 10,
+    "names at module level in 3 or more files": 7,
+    "numeric constants at module level": 107,
     "private names of torch, however imported": 110,
     "private paths of torch": 41,
-    "files that name a private path of torch": 10,
+    "files that name a private path of torch": 9,
     "functions with more than 10 parameters": 2,
     "parameters of the longest list": 24,
 }

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.hardware import PRESETS
 from autoshard.layout import R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
@@ -133,7 +134,8 @@ def test_plans_on_meshes_that_differ_in_names_alone_are_one() -> None:
 
 
 def test_choices_are_told_apart_by_layouts_and_each_has_its_own_seconds() -> None:
-    graph, mesh = capture(nn.Linear(8, 8), (torch.randn(16, 8, requires_grad=True),)), Mesh({"dp": 2, "tp": 2})
+    graph = capture(nn.Linear(8, 8), (torch.randn(16, 8, requires_grad=True),))
+    mesh = Mesh({"dp": 2, "tp": 2}, replace(PRESETS["h100"], variation=0.0))
     for node in graph.nodes:
         space = OpSpaces(graph, mesh)[node]
         grads = [[graph.types[n].grad for n in names] for names in (node.inputs, node.outputs)]

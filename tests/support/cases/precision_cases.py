@@ -291,7 +291,7 @@ def refused(mesh: autoshard.Mesh) -> None:
         autoshard.compile(model, mesh, args, plan=plan)
     traced = fx.symbolic_trace(nn.Linear(4, 4))
     with pytest.raises(CaptureError, match=r"an fx\.GraphModule has only its graph"):
-        autoshard.compile(traced, mesh, (torch.ones(4, 4),), mixed_precision=NARROW)
+        autoshard.compile(traced, mesh, (torch.ones(4, 4),), mixed_precision=NARROW, parts=None)
     before = {n: (p.dtype, p.data_ptr()) for n, p in model.named_parameters()}
     with pytest.raises(AutoshardError):
         autoshard.compile(model, mesh, (args[0], args[1], args[2].float()), mixed_precision=WIDE)
