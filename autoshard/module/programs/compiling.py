@@ -380,7 +380,8 @@ class CompilingModule(FixedModule):
         """``make()``; in parts of equal graphs, the program that another part has."""
         if self._part_of is None or graph.outside or graph.attached:
             return make()
-        programs: list[Compiled] = self._part_of[0].programs.setdefault((str(graph), repr(known)), [])
+        gradients = tuple(t.grad for t in graph.types.values())  # not in the text
+        programs: list[Compiled] = self._part_of[0].programs.setdefault((str(graph), gradients, repr(known)), [])
         for found in programs:
             own, others = graph.constants, found.graph.constants
             if own.keys() == others.keys() and all(torch.equal(own[n], others[n]) for n in own):
