@@ -455,8 +455,8 @@ def compile_for_mesh(
     others = {"stages": opts.stages, "micro_batches": opts.micro_batches != 1}
     check_asked(opts.objective, opts.profile, model.training if training is None else training, others)
     known = KnownLayouts(inputs=() if dynamic or any(others.values()) else layouts)
-    opts, known = with_serving_layouts(model, mesh, example, opts, known)
     recorded = _has_backward(model, example, training)
+    opts, known = with_serving_layouts(model, mesh, example, opts, known, recorded)
     check_lengths(opts.micro_batches, bool(recorded and dynamic))
     with report_global_inputs(model, *example, layouts):
         return with_static_fallback(

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autoshard
 from autoshard import models
+from autoshard.check.verification import VERIFY_OPTIONS
 from autoshard.completion import SHELLS, completion_script
 from autoshard.errors import AutoshardError, HintError, MeshError, PlanError
 from autoshard.exports import KINDS, read_configuration
@@ -475,9 +476,8 @@ def _verify_command(options: argparse.Namespace) -> int:
     _check_memory(make, _VERIFY_WEIGHT_COPIES)
     torch.manual_seed(0)
     model = make().train(_is_training(options))
-    names = "steps micro_batches recompute stages schedule stages_per_rank".split()
-    asked = {name: getattr(options, name) for name in names}
-    asked |= {"plan": options.plan, "hints": _hints(options), "like": _like_argument(options)}
+    made = {"hints": _hints(options), "like": _like_argument(options)}
+    asked = {name: getattr(options, name) for name in ("steps", *sorted(VERIFY_OPTIONS - made.keys()))} | made
     report = autoshard.verify(model, _mesh(options), args, kwargs, **asked)
     print(report)
     return 0 if report.ok else 1

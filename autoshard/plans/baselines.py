@@ -16,6 +16,7 @@ from autoshard.passes.propagate.hints import DimLimit
 from autoshard.passes.propagate.named_strategies import FREE, NamedStrategy, baseline_strategies
 from autoshard.plans.options import NOTHING_KNOWN, CompileOptions, KnownLayouts
 from autoshard.plans.plan import Compiled
+from autoshard.plans.reuse import is_same_strategy
 from autoshard.plans.stages import mesh_without_axis
 from autoshard.report.record import ComparedRow
 from autoshard.report.summary import strategy_name
@@ -39,8 +40,9 @@ def _planned_baselines(
     own = mesh if opts.stages is None else mesh_without_axis(mesh, opts.stages)
     strategies = [s for s in baseline_strategies(graph, own, FREE) if own.size > 1 and s.like != "replicate"]
     budget = opts.budget(mesh.hardware)
-    for strategy in [FREE, *strategies] if opts.like is not None else strategies:
-        if strategy is not FREE and strategy.like == opts.like:
+    asked = opts.plan.like if opts.plan is not None else "" if opts.like is None else repr(opts.like)
+    for strategy in [FREE, *strategies] if asked else strategies:
+        if strategy is not FREE and asked and is_same_strategy(strategy.like, asked, own):
             continue
         name, state = strategy_name(strategy.like), least_state_bytes(graph, own, strategy, opts.optimizer)
         if state > budget and opts.stages is None and not opts.hints:  # stages divide it, hints may
@@ -64,7 +66,9 @@ def least_state_bytes(graph: Graph, mesh: Mesh, strategy: NamedStrategy, optimiz
         kept, limit = graph.types[name], strategy.limits.get(name)
         dims = limit.dims if isinstance(limit, DimLimit) else (None,) * mesh.ndim
         ranks = math.prod(n for n, along in zip(mesh.shape, dims, strict=True) if along is None or along)
-        held = float(kept.nbytes * (1 + (graph.training and kept.grad)))
+        held = float(kept.nbytes)
+        if graph.training and kept.grad:  # of a sparse table, only the rows that were read
+            held += math.prod(map(int, kept.updates.shape)) * kept.kept.dtype.itemsize if kept.sparse else kept.nbytes
         held += optimizer_bytes(optimizer, tuple(map(int, kept.shape)), kept.dtype) if kept.grad else 0.0
         total += held / ranks
     return total

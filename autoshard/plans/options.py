@@ -57,13 +57,15 @@ class CompileOptions:
             raise PlanError(f"memory_budget is bytes per rank, such as 40e9, got {budget!r}")
 
     def as_planned(self) -> CompileOptions:
-        """With the followed plan's micro-batches, stages and schedule in place of defaults.
-
-        Raises :class:`PlanError` if other values are set.
+        """With the followed plan's optimizer, micro-batches, stages and schedule in place of
+        defaults. Another optimizer may be set; raises :class:`PlanError` if other values of the rest are.
         """
         plan = self.plan
-        if plan is None or (plan.staged is None and not plan.training):  # a call without a backward runs as one
+        if plan is None:
             return self
+        found = replace(self, optimizer=plan.optimizer) if self.optimizer == CompileOptions.optimizer else self
+        if plan.staged is None and not plan.training:  # a call without a backward runs as one
+            return found
         made: dict[str, Any] = {"micro_batches": self.parts_of_plan}
         if plan.staged is not None:
             made |= {"stages": plan.staged.axis, "schedule": plan.staged.schedule}
@@ -77,7 +79,7 @@ class CompileOptions:
                 f"{name}={asked!r}: the given plan was made for {name}={value!r}. Leave {name} "
                 "out to use the plan's, or plan again"
             )
-        return replace(self, **left)
+        return replace(found, **left)
 
     def words(self) -> Iterator[str]:
         """Options other than the defaults, as the command line takes them: ``--like=fsdp``.

@@ -79,7 +79,7 @@ def plan_graph(
         if opts.plan is not None:
             check_plan_options(opts.plan, opts, known, graph, mesh)
             strategy = NamedStrategy(text=opts.plan.like)
-            assignment = assignment_of(opts.plan, graph, mesh, _given_layouts(graph, known))
+            assignment = assignment_of(opts.plan, graph, mesh, _given_layouts(graph, known), opts.optimizer)
             program, memory = lower_and_simulate(assignment, opts.optimizer, settings.micro_batches_held)
         else:
             strategy, program, memory = _search(graph, mesh, opts, known, settings)
@@ -87,7 +87,7 @@ def plan_graph(
     check_program(program)
     plan = describe_program(program, opts.title, opts.optimizer, memory)
     mixed, notes = str(opts.mixed_precision or ""), (*strategy.notes, *plan.notes)
-    budget = opts.budget(mesh.hardware)
+    budget = opts.budget(mesh.hardware) if opts.plan is None else opts.plan.memory_budget
     return program, replace(plan, like=strategy.text, mixed_precision=mixed, notes=notes, memory_budget=budget)
 
 

@@ -26,20 +26,18 @@ from autoshard.plans.options import CompileOptions, KnownLayouts
 from autoshard.plans.plan import Plan
 
 
-def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layout]) -> Assignment:
-    """The choices of ``plan`` for ``graph``; ``given``: layouts of inputs that arrive sharded.
+def assignment_of(
+    plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layout], optimizer: str = "adamw"
+) -> Assignment:
+    """The choices of ``plan`` for ``graph``; ``given``: layouts of inputs that arrive sharded. The
+    plan's bound is kept if costs are the same: sizes, hardware, ``optimizer``.
 
     Raises :class:`PlanError` if the plan was made for another model, mesh or mode, or for stages.
     """
     check_mesh(plan, mesh)
     if plan.staged is not None:
         raise PlanError(f"the plan was made for stages: compile with stages={plan.staged.axis!r}")
-    if plan.training != graph.training:
-        made, asked = ("training", "inference") if plan.training else ("inference", "training")
-        raise PlanError(
-            f"the plan was made for {made}, but the model is compiled for {asked}. Plan "
-            f"again, with training={graph.training}"
-        )
+    check_training(plan, graph.training)
     public = {i.name: i.fqn for i in graph.inputs}
     _check_names(plan, graph, public)
     choices = {}
@@ -54,7 +52,7 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layo
     layouts, shared, outputs = _plan_layouts(plan, graph, mesh, choices)
     stating = (i.name for i in graph.inputs if i.kind == "input" or i.name in given)
     inputs = {name: input_layout(name, graph, mesh, given) for name in stating}
-    alike = inputs.items() <= layouts.items() and _has_same_costs(plan, graph, mesh)
+    alike = inputs.items() <= layouts.items() and plan.optimizer == optimizer and _has_same_costs(plan, graph, mesh)
     layouts |= inputs
     fqns = {fqn: n for n, fqn in public.items()}
     bound = plan.lower_bound if alike else 0.0
@@ -105,6 +103,15 @@ def check_mesh(plan: Plan, mesh: Mesh) -> None:
         raise PlanError(f"the plan was made for the mesh {plan.mesh}, not {mesh}")
 
 
+def check_training(plan: Plan, training: bool) -> None:
+    """Raise :class:`PlanError` if the plan was made for the other mode."""
+    if plan.training != training:
+        made, asked = ("training", "inference") if plan.training else ("inference", "training")
+        raise PlanError(
+            f"the plan was made for {made}, but the model is compiled for {asked}. Plan again, with training={training}"
+        )
+
+
 def _check_names(plan: Plan, graph: Graph, public: Mapping[str, str]) -> None:
     """Raise :class:`PlanError` unless operations, tensors and outputs match ``graph``."""
     other = [n.name for n in graph.nodes if n.name not in plan.choices or plan.choices[n.name].op != str(n.op)]
@@ -122,23 +129,28 @@ def _check_names(plan: Plan, graph: Graph, public: Mapping[str, str]) -> None:
         )
 
 
-def check_plan_options(plan: Plan, opts: CompileOptions, known: KnownLayouts, graph: Graph, mesh: Mesh) -> None:
-    """Raise :class:`PlanError` if mixed precision, named strategy or hints differ.
-
-    Hints on parameters that an earlier program laid out are ignored.
-    """
+def check_whole_plan(plan: Plan, opts: CompileOptions, mesh: Mesh) -> None:
+    """Raise :class:`PlanError` if mixed precision, named strategy or mesh differ."""
     precision = str(opts.mixed_precision or "")
     if plan.mixed_precision != precision:
         raise PlanError(
             f"the plan was made for mixed_precision ({plan.mixed_precision or 'none'}), but the "
             f"model is compiled for ({precision or 'none'}). Plan again, with the same policy"
         )
-    if opts.like is not None and not _is_same_strategy(opts.like, plan.like, mesh):
+    if opts.like is not None and not is_same_strategy(opts.like, plan.like, mesh):
         raise PlanError(
             f"like={opts.like!r}: the given plan was made "
             f"{f'for like={plan.like}' if plan.like else 'without like='}. Leave like= out, or plan again"
         )
     check_mesh(plan, mesh)
+
+
+def check_plan_options(plan: Plan, opts: CompileOptions, known: KnownLayouts, graph: Graph, mesh: Mesh) -> None:
+    """Raise :class:`PlanError` if mixed precision, named strategy, mesh or hints differ.
+
+    Hints on parameters that an earlier program laid out are ignored.
+    """
+    check_whole_plan(plan, opts, mesh)
     public = {i.name: i.fqn for i in graph.inputs}
     for value, hint in resolve_hints(opts.hints, graph, mesh, known=known.later).items():
         name = public.get(value, value)
@@ -153,7 +165,7 @@ def check_plan_options(plan: Plan, opts: CompileOptions, known: KnownLayouts, gr
             )
 
 
-def _is_same_strategy(like: Any, text: str, mesh: Mesh) -> bool:
+def is_same_strategy(like: Any, text: str, mesh: Mesh) -> bool:
     """Whether ``like`` is the named strategy ``text``, in any order of axes and modules."""
     try:
         found = ast.literal_eval(text)

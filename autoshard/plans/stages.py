@@ -354,7 +354,7 @@ class StagePlanner:
             )
             settings = SearchSettings(self.in_flight[stage.number], keep_gathered)
             if not (asked.hints or asked.plan or isinstance(asked.like, Mapping)):
-                asked = replace(asked, plan=_reused_plan(stage, layouts, settings, done))
+                asked = replace(asked, plan=_reused_plan(stage, layouts, settings, done, asked.memory_budget))
             program, plan = plan_graph(stage.graph, self.own_mesh, asked, layouts, settings)
             done.append(PlannedStage(stage, asked, layouts, settings, program, plan))
             parameters |= {i.fqn: plan.layouts[i.fqn] for i in stage.graph.inputs if i.kind == "parameter"}
@@ -385,19 +385,20 @@ def _is_memory_tight(done: Sequence[PlannedStage]) -> bool:
 
 
 def _reused_plan(
-    stage: Stage, known: KnownLayouts, settings: SearchSettings, done: Sequence[PlannedStage]
+    stage: Stage, known: KnownLayouts, settings: SearchSettings, done: Sequence[PlannedStage], limit: float | None
 ) -> Plan | None:
     """The plan of an earlier stage that is equal except for names, if it is the best here, too.
 
-    That needs as many micro-batches in flight, or fewer and no recomputation.
+    That needs the same memory ``limit`` and as many micro-batches in flight, or fewer where memory
+    did not influence the plan.
     """
     if any(fqn in (known.parameters or {}) for fqn in stage.held):
         return None
     held = settings.micro_batches_held
     for other in reversed(done):
         theirs = other.settings.micro_batches_held
-        fits = held == theirs or (held < theirs and not other.plan.recomputed)
-        same = known.inputs == other.known.inputs and known.states == other.known.states
+        fits = held == theirs or (held < theirs and not _is_memory_tight((other,)))
+        same = (known.inputs, known.states, limit) == (other.known.inputs, other.known.states, other.opts.memory_budget)
         if fits and same and not any(fqn in (other.known.parameters or {}) for fqn in other.stage.held):
             names = graph_renaming(other.stage.graph, stage.graph)
             if names is not None:

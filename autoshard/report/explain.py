@@ -74,7 +74,7 @@ def _layout_reason(plan: Record, name: str) -> str:
             else "asked for by a hint, or chosen by an earlier compilation"
         )
     if plan.lower_bound <= 0:
-        return "as in the given plan"
+        return "part of the plan found, which has no bound"
     exact = plan.cost.total_s <= plan.lower_bound * (1 + 1e-9)
     return "part of the cheapest plan" if exact else "part of the best plan found"
 

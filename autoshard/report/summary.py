@@ -23,7 +23,7 @@ STATED_ERRORS = {
     "h100": "−16% to +12% on 16 published training steps",
     "a100": "−9% to +10% on 12 published training steps",
 }
-"""device → errors of predicted steps (docs/cost_model.md, plans of ``like=`` alone)"""
+"""device → errors of predicted steps (docs/internals/cost_model.md, plans of ``like=`` alone)"""
 
 UNLIMITED_BYTES = 1e15
 """memory of a device from which on it counts as unlimited"""
@@ -369,9 +369,9 @@ def _rate(n: float) -> str:
 
 def optimality_text(plan: Record) -> str:
     """The optimality gap as text, for the searched problem with its given layouts."""
-    if plan.lower_bound <= 0 < plan.cost.total_s:
-        return "not compared with the optimum of the cost model"
     gap = plan.cost.total_s / plan.lower_bound - 1 if plan.lower_bound > 0 else 0.0
+    if plan.lower_bound <= 0 < plan.cost.total_s or gap < -1e-6:  # a bound above is of other costs
+        return "not compared with the optimum of the cost model"
     share = f"{100 * gap:.2g}" if gap < 0.995 else f"{100 * gap:.0f}"
     found = "optimal in" if gap < 1e-9 else f"at most {share}% above the optimum of"
     return f"{found} the cost model" + (" with the layouts given" if plan.given else "")

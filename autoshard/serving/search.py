@@ -42,6 +42,7 @@ from autoshard.plans.describe import describe_program
 from autoshard.plans.options import NOTHING_KNOWN, CallArguments, CompileOptions, KnownLayouts
 from autoshard.plans.plan import Plan
 from autoshard.plans.planning import make_planner
+from autoshard.plans.reuse import check_training, check_whole_plan
 from autoshard.progress import shown_progress
 from autoshard.report.record import Phase, Serving, local_bytes
 from autoshard.runtime.transport.torch_state import without_autocast
@@ -219,11 +220,18 @@ def is_serving_asked(opts: CompileOptions) -> bool:
 
 
 def with_serving_layouts(
-    model: nn.Module, mesh: Mesh, example: CallArguments, opts: CompileOptions, known: KnownLayouts
+    model: nn.Module,
+    mesh: Mesh,
+    example: CallArguments,
+    opts: CompileOptions,
+    known: KnownLayouts,
+    training: bool,
 ) -> tuple[CompileOptions, KnownLayouts]:
     """``opts``, and layouts for all calls of the profile, or those of a serving plan."""
     plan = opts.plan
     if plan is not None and plan.serving is not None:
+        check_training(plan, training)
+        check_whole_plan(plan, opts, mesh)
         layouts = {n: plan.layouts[n] for n, kind in plan.kinds.items() if kind == "parameter"}
         inputs = {n: plan.layouts[n] for n, kind in plan.kinds.items() if kind == "input"}
         return replace(opts, plan=None), replace(known, parameters=layouts, states=inputs)
@@ -242,7 +250,12 @@ def serving_plan(calls: Sequence[ServedCall], found: JointPlan, opts: CompileOpt
     for call, program, memory in zip(found.calls, found.programs, found.memories, strict=True):
         check_program(program)
         plan = describe_program(program, opts.title, opts.optimizer, memory)
-        plans[call.name] = replace(plan, like=str(opts.like or ""), mixed_precision=str(opts.mixed_precision or ""))
+        plans[call.name] = replace(
+            plan,
+            like="" if opts.like is None else repr(opts.like),
+            mixed_precision=str(opts.mixed_precision or ""),
+            memory_budget=opts.budget(mesh.hardware),
+        )
     phases = tuple(_phase(call, plans[call.name]) for call in calls)
     objective = opts.objective if opts.objective != "step" else "throughput"
     serving = Serving(objective, phases, mesh.size, found.lower_bound)
@@ -282,7 +295,7 @@ def search_jointly(
             solution = program.assignment.solution
             rest = [_require_budget(lower_and_simulate(a, opts.optimizer), mesh, opts) for a in search.beside(solution)]
             programs, memories = zip((program, memory), *rest, strict=True)
-            return JointPlan(order, programs, memories, main.times * solution.lower_bound)
+            return JointPlan(order, programs, memories, max(0.0, main.times * solution.lower_bound))
     return found.cheapest()
 
 

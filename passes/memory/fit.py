@@ -69,22 +69,22 @@ def search_within_memory(
     best = _BestPrograms(budget, (_with_bound(program, 0.0), memory), rough)
     del cheapest, program  # releases the search that found it
     held = micro_batches_held > 0  # activations of earlier micro-batches are there at any moment
-    bound = 0.0
     for at_end in dict.fromkeys((held,) if quick else (held, True)):
-        if best.gap(bound) > OUTER_LIMITS.narrow_gap and not best.is_enough():
+        if best.is_enough():
+            break
+        if at_end == held or best.fits is None or best.gap(planner.bound(budget)) > OUTER_LIMITS.narrow_gap:
             planner.forget_cuts()
             best.of(_plans_within_cuts(planner, budget, at_end))
-            bound = bound or (0.0 if quick or best.fits is None or is_time_up() else planner.bound(budget))
     if best.fits is None:
         best.of(_least_memory_plans(planner, budget, held, 1 if quick else OUTER_LIMITS.least_rounds))
     if best.fits is None:
         raise BudgetError(_budget_error(best.closest[1], budget, mesh), best.closest[1].peak)
     if quick or best.is_enough():
-        return _with_bound(best.fits[0], bound), best.fits[1]
-    bound = bound or planner.bound(budget)
-    if best.gap(bound) > OUTER_LIMITS.wide_gap:
+        return _with_bound(best.fits[0], 0.0), best.fits[1]
+    if best.gap(planner.bound(budget)) > OUTER_LIMITS.wide_gap:
         excess = OUTER_LIMITS.moment_weight_rate * _relative_excess(planner, best.fits[1])
         best.of(_quicker_plans(planner, budget, excess, best.seconds))
+    bound = planner.bound(budget)  # of all that was simulated
     if best.gap(bound) > OUTER_LIMITS.wide_gap and planner.effort.branches:
         best.of(_plans_of_strategies(planner, baselines, best))
     return _with_bound(best.fits[0], bound), best.fits[1]
@@ -144,7 +144,7 @@ def _plans_within_cuts(planner: Planner, budget: float, at_end: bool) -> Simulat
             if not planner.loosen(budget):
                 return
             continue
-        program, memory = lower_and_simulate(assignment, planner.optimizer, planner.micro_batches_held)
+        program, memory = _simulated(planner, assignment)
         log.info("peak %.4g B, budget %.4g B, at %s", memory.peak, budget, memory.moment)
         yield program, memory
         fits |= memory.peak <= budget
@@ -161,7 +161,7 @@ def _least_memory_plans(planner: Planner, budget: float, at_end: bool, rounds: i
     excess, rate = np.zeros(len(planner.graph.nodes) + 1), 0.0
     for number in range(rounds):
         assignment = planner.least(excess, max(TIE_BYTES_PER_SECOND, SECOND_PRICES[number % len(SECOND_PRICES)] * rate))
-        program, memory = lower_and_simulate(assignment, planner.optimizer, planner.micro_batches_held)
+        program, memory = _simulated(planner, assignment)
         log.info("least mean memory over moments: peak %.4g B", memory.peak)
         yield program, memory
         if memory.peak <= budget:
@@ -175,6 +175,13 @@ def _least_memory_plans(planner: Planner, budget: float, at_end: bool, rounds: i
         )
 
 
+def _simulated(planner: Planner, assignment: Assignment) -> tuple[Program, Memory]:
+    """The program and memory of a result of a limited search, of which the planner's bound learns."""
+    program, memory = lower_and_simulate(assignment, planner.optimizer, planner.micro_batches_held)
+    planner.learn(assignment, memory.peak)
+    return program, memory
+
+
 def _live(memory: Memory, at_end: bool) -> dict[str, float]:
     """Bytes by moment, or the peak as if it were at the end of the forward."""
     return {FORWARD_END: memory.peak} if at_end else memory.live()
@@ -185,7 +192,7 @@ def _quicker_plans(planner: Planner, budget: float, excess: np.ndarray, seconds:
     low, high, price = 0.0, math.inf, budget / max(seconds, MIN_STEP_SECONDS)
     for _ in range(OUTER_LIMITS.quicker_rounds):
         assignment = planner.least(excess, price)
-        program, memory = lower_and_simulate(assignment, planner.optimizer, planner.micro_batches_held)
+        program, memory = _simulated(planner, assignment)
         log.info("peak %.4g B, budget %.4g B, with a second priced at %.4g B", memory.peak, budget, price)
         yield program, memory
         if memory.peak <= budget:

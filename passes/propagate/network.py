@@ -16,7 +16,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -99,11 +99,13 @@ class NetworkVariable:
     """seconds per state, by name: "operation", "again" (recomputed in the backward), "update" (by the optimizer),
     "exchange" (of look-ups in tables)"""
     kept: np.ndarray | None = None
-    """bytes held at the end of the forward, per state"""
+    """bytes held at the end of the forward, per state; with workspace of an operation after the last block"""
     at_backward_end: np.ndarray | None = None
     """bytes held at the end of the backward, per state"""
     stages: tuple[int, ...] = ()
     """ZeRO stage of each tag; only of parameters, or of their shared layout if there is one"""
+    saved: np.ndarray | None = None
+    """``kept`` without that workspace"""
 
     @property
     def parts(self) -> StepParts:
@@ -126,6 +128,13 @@ class BuiltNetwork:
     """bytes at the end of the forward, and of the backward; callers set the limits"""
     alike: tuple[Hashable | None, ...] = ()
     """per variable: label shared by the same place of equal modules; None: unique"""
+    saved: tuple[np.ndarray | None, ...] = ()
+    """per variable: its bytes at the end of the forward, without workspace"""
+
+    @property
+    def least_kept(self) -> tuple[LinearRow, LinearRow]:
+        """``kept`` without workspace: operations after the last block hold theirs one after another."""
+        return replace(self.kept[0], nodes=self.saved), self.kept[1]
 
 
 @dataclass
@@ -197,7 +206,10 @@ class LayoutNetwork:
         at_backward_end = LinearRow(
             tuple(v.at_backward_end for v in self.variables.values()), (None,) * len(edges), math.inf
         )
-        return BuiltNetwork(network, hiding, (kept, at_backward_end), repetition_labels(self.graph, self.variables))
+        saved = tuple(v.saved for v in self.variables.values())
+        return BuiltNetwork(
+            network, hiding, (kept, at_backward_end), repetition_labels(self.graph, self.variables), saved
+        )
 
     def collect(self) -> None:
         """Create variables and links."""
@@ -300,9 +312,11 @@ class LayoutNetwork:
             terms = {"operation": space.parts.map(partial(np.tile, reps=len(tags)))}
             if any(again):
                 terms["again"] = space.again.map(lambda x: np.kron(np.array(again), x))
-            kept = np.concatenate([np.zeros_like(own) if passive else work if a else own + work for a in again])
-            self.known[key] = terms, kept if kept.any() else None
-        return NetworkVariable(space.choices, tags, *self.known[key])
+            saved = np.concatenate([np.zeros_like(own) if passive or a else own for a in again])
+            kept = saved if passive else saved + np.tile(work, len(tags))
+            self.known[key] = terms, *(held if held.any() else None for held in (kept, saved))
+        terms, kept, saved = self.known[key]
+        return NetworkVariable(space.choices, tags, terms, kept, saved=saved)
 
     def _reads(self, node: Node, space: OpSpace, tags: tuple[int, ...]) -> Iterator[tuple[str, ValueEdge]]:
         key = ("reads", id(space), tags, self.remembers)
@@ -399,7 +413,7 @@ class LayoutNetwork:
         type_, count = self.graph.types[name], max(1, len(stages))
         if name in self.free:
             size = self.bytes(name, states)
-            return NetworkVariable(states, kept=size, at_backward_end=size)
+            return NetworkVariable(states, kept=size, at_backward_end=size, saved=size)
         if name not in self.graph.parameters:
             return NetworkVariable(states)
         key = ("parameter", type_, id(states), count)
@@ -419,7 +433,7 @@ class LayoutNetwork:
             held = at_backward_end if self.graph.passes > 1 else size + state
             self.known[key] = terms, np.tile(held, count), np.tile(at_backward_end, count)
         terms, kept, at_backward_end = self.known[key]
-        return NetworkVariable(states, (0,) * count, terms, kept, at_backward_end, stages)
+        return NetworkVariable(states, (0,) * count, terms, kept, at_backward_end, stages, saved=kept)
 
     def _input_states(self, name: str, kind: str) -> tuple[Placements, ...]:
         """Layouts of an input: as given (default replicated); parameters, states: maybe sharded."""

@@ -190,6 +190,10 @@ class Planner:
         """choices of plans within the budget"""
         self._spare = [0.0, 0.0]
         """most bytes by which sums at the end of each pass exceed the simulated peak"""
+        self._least_spare = (0.0, 0.0)
+        """the same of sums without workspace, which no simulation is known to exceed"""
+        self._bounds: dict[tuple[float, tuple[float, float]], float] = {}
+        """by budget and spare bytes; see :meth:`bound`"""
         self._prepared: Prepared | None = None
         """the limited network with its rows"""
 
@@ -268,27 +272,50 @@ class Planner:
         found = self._under(budget, [cut.limit for cut in self._cuts.values()], spare)
         return decode_assignment(self.network(limited=True)[0], replace(found, prove=None, lower_bound=0.0))
 
+    def learn(self, simulated: Assignment, peak: float) -> None:
+        """Widen the limits of :meth:`bound` where the simulated ``peak`` of a result of a limited search
+        is below what their rows count."""
+        built, choice = self.network(limited=True)[1], simulated.solution.choice
+        beyond = (row.used(built.network, choice) - peak for row in built.least_kept)
+        first, last = (max(pair) for pair in zip(beyond, self._least_spare, strict=True))
+        self._least_spare = first, last
+
     def bound(self, budget: float) -> float:
         """Lower bound in seconds of assignments within ``budget`` bytes per rank; 0: none exist.
-        Rows of :meth:`cut` are not exact, so they do not count."""
-        try:
-            found = self._under(budget, [math.inf] * len(self._cuts), self._spare, rough=True)
-            return max(0.0, found.proven().lower_bound)
-        except PlanError:
-            return 0.0
 
-    def _under(self, budget: float, limits: Sequence[float], spare: Sequence[float], rough: bool = False) -> Solution:
+        Each holds, at both ends, no more than its peak: so every simulation says that was learned
+        from, but that is not proven. Other rows exceed some peaks, so they do not count.
+        """
+        if (key := (budget, self._least_spare)) not in self._bounds:
+            network, built = self.network(limited=True)
+            limits = (*(row.limit for row in built.hiding), *(budget + more for more in self._least_spare))
+            rows = (*built.hiding, *(replace(row, limit=0.0) for row in built.least_kept))
+            try:
+                prepared = self.prepare(network, built.network, rows, built.alike)
+                found = prepared.solve(limits, self._limited_effort(rough=True), self._start(len(limits)))
+                self._bounds[key] = max(0.0, found.proven().lower_bound)
+            except PlanError:
+                self._bounds[key] = 0.0
+        return self._bounds[key]
+
+    def _under(self, budget: float, limits: Sequence[float], spare: Sequence[float]) -> Solution:
         """The fastest solution; its lower bound may be unproven. ``spare``: bytes beyond ``budget`` at
-        both ends. ``rough``: near the optimum, enough for a bound."""
+        both ends."""
         self._free = None
         prepared = self._prepared = self._prepared or self._with_rows()
         built = self.network(limited=True)[1]
         every = (*(row.limit for row in built.hiding), *(budget + more for more in spare), *limits)
-        start = (*self.prices, *(0.0,) * (len(every) - len(self.prices))) if self.prices else None
-        effort = replace(self.effort, part=min(OUTER_LIMITS.limited_effort, self.effort.part), rough=rough)
-        found = prepared.solve(every, effort, prices=start)
+        found = prepared.solve(every, self._limited_effort(), self._start(len(every)))
         self.prices = found.prices
         return found
+
+    def _start(self, rows: int) -> tuple[float, ...] | None:
+        """The last search's prices for the first rows of the next one."""
+        return (*self.prices, *(0.0,) * rows)[:rows] if self.prices else None
+
+    def _limited_effort(self, rough: bool = False) -> Effort:
+        """``rough``: near the optimum, enough for a bound."""
+        return replace(self.effort, part=min(OUTER_LIMITS.limited_effort, self.effort.part), rough=rough)
 
     def _with_rows(self) -> Prepared:
         network, built = self.network(limited=True)

@@ -332,7 +332,8 @@ class CompilingModule(FixedModule):
         args, kwargs = self._whole(args, kwargs)
         with self._original_model.as_it_is(self._check, self._whole_buffer) as model:
             if first:
-                opts, known = with_serving_layouts(model, self._program_mesh, (args, kwargs), opts, known)
+                example = args, kwargs
+                opts, known = with_serving_layouts(model, self._program_mesh, example, opts, known, call.state.recorded)
             with report_global_inputs(model, args, kwargs, inputs):
                 found = self._compiled(
                     model, (args, kwargs), opts, known, training=call.state.recorded, dynamic=dynamic
