@@ -100,9 +100,10 @@ def transfer(
     Under torch.distributed it is collective over all ranks.
 
     Args:
-        source, target: results of :func:`autoshard.compile`. A rank without the module passes
-            None: compile each for a ``DeviceMesh`` of some ranks. If ranks hold modules on several
+        source: a result of :func:`autoshard.compile`. A rank without the module passes None:
+            compile each for a ``DeviceMesh`` of some ranks. If ranks hold modules on several
             groups of ranks, all of them send, or receive.
+        target: the same, of the module that receives.
         dtype: dtype on the wire for floating-point tensors; default: the smaller of the source's
             and the target's. The sender converts.
         names: how source names become target names: a function (None: not taken), or a table

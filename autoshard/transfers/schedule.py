@@ -196,9 +196,10 @@ def transfer_schedule(
     """The schedule that moves the weights of plan ``source`` into the layouts of plan ``target``.
 
     Args:
-        source, target: plans of one model, on any meshes.
-        source_ranks, target_ranks: the global rank of each rank of a plan's mesh, by default 0, 1, …
-            The two may be the same, overlap, or be disjoint.
+        source: a plan of the model, on any mesh.
+        target: a plan of the same model, on any mesh.
+        source_ranks: the global rank of each rank of the source's mesh, by default 0, 1, …
+        target_ranks: the same of the target's mesh. The two may be equal, overlap, or be disjoint.
         dtype: dtype on the wire; default: the smaller of the source's and the target's.
 
     Raises :class:`PlanError` for tensors that the source lacks, other shapes, or wrong ranks.
