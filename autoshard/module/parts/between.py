@@ -63,6 +63,8 @@ class Between:
         self.flops: float | None = None
         """FLOPs of products in the forward of plain code, in the first call"""
         self._count: FlopCount | None = None
+        self.called = False
+        """whether a call has ended: an optimizer may hold the parameters"""
         self.plain = PlainTensors(sharded)
         self._seen: dict[str, int] = {}
         """path → number of laid-out tensors that its part knows"""
@@ -96,7 +98,9 @@ class Between:
         self.plain.renew()
         try:
             with self.sharded.same_draws(), self.sharded._original_model.users_own(self.model), self._counted():
-                return self.model(*args, **kwargs)
+                outputs = self.model(*args, **kwargs)
+            self.called = True
+            return outputs
         except Exception:
             self.refused = before  # the error may be eager's own
             raise
@@ -227,7 +231,9 @@ class Between:
         whole, layouts = Layout(self.sharded._program_mesh), self.sharded._layout_of
         chosen, read = self._also_named(self.plain.laid_out), self._also_named(self.plain.read)
         named = {name: f"{path}.{name}" for name in part._original_model.slots}
-        return {n: layouts.get(fqn, whole) for n, fqn in named.items() if fqn in chosen or fqn in read}
+        # A rank's shards are new objects: where an optimizer may hold the parameters, they stay replicated.
+        held = self.called and self.sharded.has_local_tensors
+        return {n: layouts.get(fqn, whole) for n, fqn in named.items() if held or fqn in chosen or fqn in read}
 
     def _also_named(self, names: Collection[str]) -> dict[str, str]:
         """All names of these tensors → the name here: tied ones have several."""
