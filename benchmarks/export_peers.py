@@ -1,7 +1,7 @@
 """Parses exported configurations with the peers' own parsers, in a virtual environment that has them.
 
-    python -m venv /tmp/peers && /tmp/peers/bin/pip install torch transformers vllm deepspeed jax
-    /tmp/peers/bin/pip install . && /tmp/peers/bin/python benchmarks/export_peers.py
+    python -m venv peers && peers/bin/pip install torch transformers vllm deepspeed jax
+    peers/bin/pip install . && peers/bin/python benchmarks/export_peers.py
 
 A peer that is not installed is reported as such. Not in CI: some peers bring gigabytes.
 """
