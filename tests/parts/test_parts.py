@@ -174,3 +174,28 @@ def test_verify_compares_across_parts() -> None:
     model, args = made("matching")
     report = autoshard.verify(model, ideal(AXES), args, steps=2)
     assert report.ok, str(report)
+
+
+class Branch(nn.Module):
+    """Not one graph, without modules that could be parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.w if float(x.sum()) > 0 else x
+
+
+def test_a_model_without_parts_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    sharded = autoshard.compile(Branch(), ideal(AXES), (torch.ones(4, 4),))
+    assert sharded.parts == ()
+    assert any("0 parts are sharded" in r.message for r in caplog.records if r.levelname == "WARNING")
+
+
+def test_a_plan_of_parts_claims_no_bound_and_no_part_of_the_memory() -> None:
+    model, args = made("matching")
+    sharded = autoshard.compile(model, ideal(AXES), args)
+    assert sharded.plan.lower_bound == 0
+    assert sharded.plan.memory.peak == sum(p.memory.peak for p in sharded.plans.values())
+    assert sum(sharded.plan.memory.at_peak.values()) == pytest.approx(sharded.plan.memory.peak)

@@ -55,9 +55,9 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 78777,
-    "tokens": 671237,
-    "lines over 100 columns": 4744,
+    "lines": 78793,
+    "tokens": 671404,
+    "lines over 100 columns": 4746,
     "files": 357,
     "files under 60 lines": 10,
     "names at module level in 3 or more files": 7,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch.utils.flop_counter import flop_registry
 
 from autoshard.errors import PlanError
+from autoshard.passes.ir.memory import Memory
 from autoshard.plans.plan import Plan
 from autoshard.torch_private.autograd import current_backward
 from autoshard.torch_private.dispatch import TorchDispatchMode
@@ -42,11 +44,11 @@ def whole_plan(sharded: Any) -> Plan:
         return tuple(named(path, name) for path, plan in plans.items() for name in getattr(plan, field))
 
     times, own = sharded._between.times, _flops_as_written(sharded)
-    added = "compute_s comm_s total_s flops flops_per_rank local_s merged_s exposed_s lower_bound".split()
+    added = "compute_s comm_s total_s flops flops_per_rank local_s merged_s exposed_s".split()
     sums = {name: sum(times[path] * getattr(plan.cost, name) for path, plan in plans.items()) for name in added}
     sums |= {name: sums[name] + own for name in ("flops", "flops_per_rank")}
     sums |= {name: sum(getattr(plan.cost, name) for plan in each) for name in ("optimizer_s", "memory_bytes")}
-    cost = replace(each[0].cost, **sums)
+    cost = replace(each[0].cost, **sums, lower_bound=0.0)  # each part has a bound, their choice has none
     chosen = {
         named(path, name): replace(
             choice,
@@ -72,6 +74,7 @@ def whole_plan(sharded: Any) -> Plan:
         choices=chosen,
         collectives=collectives,
         cost=cost,
+        memory=_memory_of([plan.memory for plan in each]),
         outputs=(),
         recomputed=(),
         baselines=(),
@@ -79,6 +82,14 @@ def whole_plan(sharded: Any) -> Plan:
         training=any(plan.training for plan in each),
         title=sharded._title,
     )
+
+
+def _memory_of(parts: Sequence[Memory]) -> Memory:
+    """Memory as if all parts were at their peak at once: what one saves is there while others run."""
+    names = "parameters gradients optimizer buffers activations temporaries peak gathered".split()
+    sums = {name: sum(getattr(part, name) for part in parts) for name in names}
+    at_peak = sum((Counter(dict(part.at_peak)) for part in parts), Counter())
+    return Memory(**sums, at_peak=dict(at_peak), moment="all parts at their peaks")
 
 
 def _flops_as_written(sharded: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +17,13 @@ from autoshard.errors import CaptureError, SharedStateError
 from autoshard.layout import Layout
 from autoshard.module.model.original import OriginalModel
 from autoshard.module.parts.between import Between, is_untraceable
+from autoshard.module.parts.plans import summary
 from autoshard.passes.capture.exported.pytrees import flatten_registered
 from autoshard.passes.capture.exported.snapshots import parameters_of, plain_tensors
 from autoshard.passes.capture.refusals.aliasing import storages_of
 from autoshard.runtime.transport import torch_state
+
+log = logging.getLogger("autoshard")
 
 
 def run_in_parts(sharded: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,6 +149,7 @@ def _split(sharded: Any, refusal: CaptureError) -> Iterator[Between]:
         between: Between = sharded._between
         between.refused["", _mode_of(sharded)] = refusal
         yield between
+        log.log(logging.INFO if between.used else logging.WARNING, "%s: %s", sharded._title, summary(sharded))
     except Exception as error:
         if sharded._between is not None:
             sharded._between.refused.pop(("", _mode_of(sharded)), None)
