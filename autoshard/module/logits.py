@@ -88,8 +88,9 @@ class ShardedLogits(GatheredOnUse):
     @staticmethod
     def on_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """See :meth:`GatheredOnUse.on_parts`."""
-        known = func in _VOCAB_PARALLEL_OPS and isinstance(args[0], ShardedLogits) and args[0]._is_cut
-        return _VOCAB_PARALLEL_OPS[func](args[0], func, args[1:], kwargs) if known else None
+        first = args[0] if args else None
+        known = func in _VOCAB_PARALLEL_OPS and isinstance(first, ShardedLogits) and first._is_cut
+        return _VOCAB_PARALLEL_OPS[func](first, func, args[1:], kwargs) if known else None
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Logits({list(self.shape)}, {self._layout.without_gradient()})"

@@ -130,11 +130,7 @@ class RankModule(runtime.RankModule):
         labels_shard = runtime.slice(labels, 0, "tp", of="R")  # R@tp → S(0)@tp
         # [] P@tp  gpt.py:112
         loss = runtime.cross_entropy(
-            head.flatten(0, -2),
-            labels_shard.flatten(),
-            classes=128,
-            batch_axes="tp",
-            counted=labels,
+            head.flatten(0, -2), labels_shard.flatten(), batch_axes="tp", counted=labels
         )
         loss = runtime.all_reduce(loss, "tp", to="I")  # P@tp → I@tp
         return (head, loss)

@@ -29,63 +29,63 @@ class Block(runtime.Block):
     }
 
     def forward(self, x, cos, sin):
-        power = x**2  # [1/2, 16, 64] S(0)@ep  llama.py:59
-        mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@ep  llama.py:59
-        add = mean + 1e-05  # [1/2, 16, 1] S(0)@ep  llama.py:59
-        rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@ep  llama.py:59
-        mul = x * rsqrt  # [1/2, 16, 64] S(0)@ep  llama.py:59
+        power = x**2  # [1/2, 16, 64] S(0)@ep  llama.py:60
+        mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@ep  llama.py:60
+        add = mean + 1e-05  # [1/2, 16, 1] S(0)@ep  llama.py:60
+        rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@ep  llama.py:60
+        normed = x * rsqrt  # [1/2, 16, 64] S(0)@ep  llama.py:60
         # S(0)@ep → S(2)@ep    backward: all-to-all
-        mul = runtime.all_to_all(mul, 0, 2, "ep")
-        # [2, 16, 32/64] S(2)@ep  llama.py:59
-        attention_norm = mul * self.attention_norm.weight
-        # [2, 16, 64] P@ep  llama.py:82
+        normed = runtime.all_to_all(normed, 0, 2, "ep")
+        # [2, 16, 32/64] S(2)@ep  llama.py:61
+        attention_norm = normed * self.attention_norm.weight
+        # [2, 16, 64] P@ep  llama.py:84
         q = F.linear(attention_norm, self.attention.q.weight)
         q = runtime.reduce_scatter(q, 1, "ep")  # P@ep → S(1)@ep    backward: all-gather
-        q = q.reshape(2, 8, 4, 16)  # [2, 8/16, 4, 16] S(1)@ep  llama.py:82
-        q = q.transpose(1, 2)  # [2, 4, 8/16, 16] S(2)@ep  llama.py:82
-        # [2, 4, 8/16, 8] S(2)@ep; [2, 4, 8/16, 8] S(2)@ep  llama.py:82
+        q = q.reshape(2, 8, 4, 16)  # [2, 8/16, 4, 16] S(1)@ep  llama.py:84
+        q = q.transpose(1, 2)  # [2, 4, 8/16, 16] S(2)@ep  llama.py:84
+        # [2, 4, 8/16, 8] S(2)@ep; [2, 4, 8/16, 8] S(2)@ep  llama.py:84
         part, part_1 = q.split(8, -1)
-        mul = q * cos  # [2, 4, 8/16, 16] S(2)@ep  llama.py:82
-        neg = -part_1  # [2, 4, 8/16, 8] S(2)@ep  llama.py:82
-        cat = torch.cat([neg, part], dim=-1)  # [2, 4, 8/16, 16] S(2)@ep  llama.py:82
-        mul_1 = cat * sin  # [2, 4, 8/16, 16] S(2)@ep  llama.py:82
-        q = mul + mul_1  # [2, 4, 8/16, 16] S(2)@ep  llama.py:82
-        # [2, 16, 32] P@ep  llama.py:83
+        mul = q * cos  # [2, 4, 8/16, 16] S(2)@ep  llama.py:84
+        neg = -part_1  # [2, 4, 8/16, 8] S(2)@ep  llama.py:84
+        cat = torch.cat([neg, part], dim=-1)  # [2, 4, 8/16, 16] S(2)@ep  llama.py:84
+        mul_1 = cat * sin  # [2, 4, 8/16, 16] S(2)@ep  llama.py:84
+        q = mul + mul_1  # [2, 4, 8/16, 16] S(2)@ep  llama.py:84
+        # [2, 16, 32] P@ep  llama.py:85
         k = F.linear(attention_norm, self.attention.k.weight)
         k = runtime.reduce_scatter(k, 1, "ep")  # P@ep → S(1)@ep    backward: all-gather
-        k = k.reshape(2, 8, 2, 16)  # [2, 8/16, 2, 16] S(1)@ep  llama.py:83
-        k = k.transpose(1, 2)  # [2, 2, 8/16, 16] S(2)@ep  llama.py:83
-        # [2, 2, 8/16, 8] S(2)@ep; [2, 2, 8/16, 8] S(2)@ep  llama.py:83
+        k = k.reshape(2, 8, 2, 16)  # [2, 8/16, 2, 16] S(1)@ep  llama.py:85
+        k = k.transpose(1, 2)  # [2, 2, 8/16, 16] S(2)@ep  llama.py:85
+        # [2, 2, 8/16, 8] S(2)@ep; [2, 2, 8/16, 8] S(2)@ep  llama.py:85
         part, part_1 = k.split(8, -1)
-        mul = k * cos  # [2, 2, 8/16, 16] S(2)@ep  llama.py:83
-        neg = -part_1  # [2, 2, 8/16, 8] S(2)@ep  llama.py:83
-        cat = torch.cat([neg, part], dim=-1)  # [2, 2, 8/16, 16] S(2)@ep  llama.py:83
-        mul_1 = cat * sin  # [2, 2, 8/16, 16] S(2)@ep  llama.py:83
-        k = mul + mul_1  # [2, 2, 8/16, 16] S(2)@ep  llama.py:83
-        # [2, 16, 32] P@ep  llama.py:84
+        mul = k * cos  # [2, 2, 8/16, 16] S(2)@ep  llama.py:85
+        neg = -part_1  # [2, 2, 8/16, 8] S(2)@ep  llama.py:85
+        cat = torch.cat([neg, part], dim=-1)  # [2, 2, 8/16, 16] S(2)@ep  llama.py:85
+        mul_1 = cat * sin  # [2, 2, 8/16, 16] S(2)@ep  llama.py:85
+        k = mul + mul_1  # [2, 2, 8/16, 16] S(2)@ep  llama.py:85
+        # [2, 16, 32] P@ep  llama.py:86
         v = F.linear(attention_norm, self.attention.v.weight)
         v = runtime.reduce_scatter(v, 2, "ep")  # P@ep → S(2)@ep    backward: all-gather
-        v = v.reshape(2, 16, 1, 16)  # [2, 16, 1/2, 16] S(2)@ep  llama.py:84
-        v = v.transpose(1, 2)  # [2, 1/2, 16, 16] S(1)@ep  llama.py:84
+        v = v.reshape(2, 16, 1, 16)  # [2, 16, 1/2, 16] S(2)@ep  llama.py:86
+        v = v.transpose(1, 2)  # [2, 1/2, 16, 16] S(1)@ep  llama.py:86
         # S(2)@ep → S(1)@ep    backward: all-to-all
         q, k = runtime.all_to_all_together((q, k), (2, 2), (1, 1), "ep")
-        # [2, 2/4, 16, 16] S(1)@ep  llama.py:85
+        # [2, 2/4, 16, 16] S(1)@ep  llama.py:87
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        y = y.transpose(1, 2)  # [2, 16, 2/4, 16] S(2)@ep  llama.py:86
-        y = y.reshape(2, 16, 32)  # [2, 16, 32/64] S(2)@ep  llama.py:86
-        out = F.linear(y, self.attention.out.weight)  # [2, 16, 64] P@ep  llama.py:86
+        y = y.transpose(1, 2)  # [2, 16, 2/4, 16] S(2)@ep  llama.py:88
+        y = y.reshape(2, 16, 32)  # [2, 16, 32/64] S(2)@ep  llama.py:88
+        out = F.linear(y, self.attention.out.weight)  # [2, 16, 64] P@ep  llama.py:88
         # P@ep → S(0)@ep    backward: all-gather
         out = runtime.reduce_scatter(out, 0, "ep")
-        x = x + out  # [1/2, 16, 64] S(0)@ep  llama.py:111
-        power = x**2  # [1/2, 16, 64] S(0)@ep  llama.py:59
-        mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@ep  llama.py:59
-        add = mean + 1e-05  # [1/2, 16, 1] S(0)@ep  llama.py:59
-        rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@ep  llama.py:59
-        mul = x * rsqrt  # [1/2, 16, 64] S(0)@ep  llama.py:59
+        x = x + out  # [1/2, 16, 64] S(0)@ep  llama.py:113
+        power = x**2  # [1/2, 16, 64] S(0)@ep  llama.py:60
+        mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@ep  llama.py:60
+        add = mean + 1e-05  # [1/2, 16, 1] S(0)@ep  llama.py:60
+        rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@ep  llama.py:60
+        normed = x * rsqrt  # [1/2, 16, 64] S(0)@ep  llama.py:60
         # S(0)@ep → S(2)@ep    backward: all-to-all
-        mul = runtime.all_to_all(mul, 0, 2, "ep")
-        # [2, 16, 32/64] S(2)@ep  llama.py:59
-        feed_forward_norm = mul * self.feed_forward_norm.weight
+        normed = runtime.all_to_all(normed, 0, 2, "ep")
+        # [2, 16, 32/64] S(2)@ep  llama.py:61
+        feed_forward_norm = normed * self.feed_forward_norm.weight
         # [2, 16, 4] P@ep  moe.py:74
         router = F.linear(feed_forward_norm, self.feed_forward.router.weight)
         # P@ep → S(0)@ep    backward: all-gather
@@ -94,7 +94,7 @@ class Block(runtime.Block):
         topk, topk_1 = torch.topk(router, 2)
         softmax = F.softmax(topk, dim=-1)  # [1/2, 16, 2] S(0)@ep  moe.py:74
         # [2/4, 64, 128] S(0)@ep  moe.py:74
-        einsum_2_first = torch.cat(
+        einsum_2_cat = torch.cat(
             [self.feed_forward.experts.gate, self.feed_forward.experts.up], dim=2
         )
         # S(2)@ep → S(0)@ep    backward: all-to-all
@@ -104,16 +104,14 @@ class Block(runtime.Block):
             feed_forward_norm,
             topk_1,
             softmax,
-            einsum_2_first,
+            einsum_2_cat,
             self.feed_forward.experts.down,
-            activation="silu",
-            gated=True,
-            transposed=True,
-            count=4,
-            expert_axes="ep",
-            exchange_axes="ep",
+            runtime.ExpertForm(activation="silu", gated=True, transposed=True),
+            sharding=runtime.ExpertSharding(
+                count=4, expert_axes="ep", exchange_axes="ep"
+            ),
         )
-        add = x + y  # [1/2, 16, 64] S(0)@ep  llama.py:112
+        add = x + y  # [1/2, 16, 64] S(0)@ep  llama.py:114
         return add
 
 
@@ -134,63 +132,63 @@ class Block_2(runtime.Block):
     }
 
     def forward(self, x, cos, sin):
-        power = x**2  # [1/2, 16, 64] S(0)@ep  llama.py:59
-        mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@ep  llama.py:59
-        add = mean + 1e-05  # [1/2, 16, 1] S(0)@ep  llama.py:59
-        rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@ep  llama.py:59
-        mul = x * rsqrt  # [1/2, 16, 64] S(0)@ep  llama.py:59
+        power = x**2  # [1/2, 16, 64] S(0)@ep  llama.py:60
+        mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@ep  llama.py:60
+        add = mean + 1e-05  # [1/2, 16, 1] S(0)@ep  llama.py:60
+        rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@ep  llama.py:60
+        normed = x * rsqrt  # [1/2, 16, 64] S(0)@ep  llama.py:60
         # S(0)@ep → S(2)@ep    backward: all-to-all
-        mul = runtime.all_to_all(mul, 0, 2, "ep")
-        # [2, 16, 32/64] S(2)@ep  llama.py:59
-        attention_norm = mul * self.attention_norm.weight
-        # [2, 16, 64] P@ep  llama.py:82
+        normed = runtime.all_to_all(normed, 0, 2, "ep")
+        # [2, 16, 32/64] S(2)@ep  llama.py:61
+        attention_norm = normed * self.attention_norm.weight
+        # [2, 16, 64] P@ep  llama.py:84
         q = F.linear(attention_norm, self.attention.q.weight)
         q = runtime.reduce_scatter(q, 1, "ep")  # P@ep → S(1)@ep    backward: all-gather
-        q = q.reshape(2, 8, 4, 16)  # [2, 8/16, 4, 16] S(1)@ep  llama.py:82
-        q = q.transpose(1, 2)  # [2, 4, 8/16, 16] S(2)@ep  llama.py:82
-        # [2, 4, 8/16, 8] S(2)@ep; [2, 4, 8/16, 8] S(2)@ep  llama.py:82
+        q = q.reshape(2, 8, 4, 16)  # [2, 8/16, 4, 16] S(1)@ep  llama.py:84
+        q = q.transpose(1, 2)  # [2, 4, 8/16, 16] S(2)@ep  llama.py:84
+        # [2, 4, 8/16, 8] S(2)@ep; [2, 4, 8/16, 8] S(2)@ep  llama.py:84
         part, part_1 = q.split(8, -1)
-        mul = q * cos  # [2, 4, 8/16, 16] S(2)@ep  llama.py:82
-        neg = -part_1  # [2, 4, 8/16, 8] S(2)@ep  llama.py:82
-        cat = torch.cat([neg, part], dim=-1)  # [2, 4, 8/16, 16] S(2)@ep  llama.py:82
-        mul_1 = cat * sin  # [2, 4, 8/16, 16] S(2)@ep  llama.py:82
-        q = mul + mul_1  # [2, 4, 8/16, 16] S(2)@ep  llama.py:82
-        # [2, 16, 32] P@ep  llama.py:83
+        mul = q * cos  # [2, 4, 8/16, 16] S(2)@ep  llama.py:84
+        neg = -part_1  # [2, 4, 8/16, 8] S(2)@ep  llama.py:84
+        cat = torch.cat([neg, part], dim=-1)  # [2, 4, 8/16, 16] S(2)@ep  llama.py:84
+        mul_1 = cat * sin  # [2, 4, 8/16, 16] S(2)@ep  llama.py:84
+        q = mul + mul_1  # [2, 4, 8/16, 16] S(2)@ep  llama.py:84
+        # [2, 16, 32] P@ep  llama.py:85
         k = F.linear(attention_norm, self.attention.k.weight)
         k = runtime.reduce_scatter(k, 1, "ep")  # P@ep → S(1)@ep    backward: all-gather
-        k = k.reshape(2, 8, 2, 16)  # [2, 8/16, 2, 16] S(1)@ep  llama.py:83
-        k = k.transpose(1, 2)  # [2, 2, 8/16, 16] S(2)@ep  llama.py:83
-        # [2, 2, 8/16, 8] S(2)@ep; [2, 2, 8/16, 8] S(2)@ep  llama.py:83
+        k = k.reshape(2, 8, 2, 16)  # [2, 8/16, 2, 16] S(1)@ep  llama.py:85
+        k = k.transpose(1, 2)  # [2, 2, 8/16, 16] S(2)@ep  llama.py:85
+        # [2, 2, 8/16, 8] S(2)@ep; [2, 2, 8/16, 8] S(2)@ep  llama.py:85
         part, part_1 = k.split(8, -1)
-        mul = k * cos  # [2, 2, 8/16, 16] S(2)@ep  llama.py:83
-        neg = -part_1  # [2, 2, 8/16, 8] S(2)@ep  llama.py:83
-        cat = torch.cat([neg, part], dim=-1)  # [2, 2, 8/16, 16] S(2)@ep  llama.py:83
-        mul_1 = cat * sin  # [2, 2, 8/16, 16] S(2)@ep  llama.py:83
-        k = mul + mul_1  # [2, 2, 8/16, 16] S(2)@ep  llama.py:83
-        # [2, 16, 32] P@ep  llama.py:84
+        mul = k * cos  # [2, 2, 8/16, 16] S(2)@ep  llama.py:85
+        neg = -part_1  # [2, 2, 8/16, 8] S(2)@ep  llama.py:85
+        cat = torch.cat([neg, part], dim=-1)  # [2, 2, 8/16, 16] S(2)@ep  llama.py:85
+        mul_1 = cat * sin  # [2, 2, 8/16, 16] S(2)@ep  llama.py:85
+        k = mul + mul_1  # [2, 2, 8/16, 16] S(2)@ep  llama.py:85
+        # [2, 16, 32] P@ep  llama.py:86
         v = F.linear(attention_norm, self.attention.v.weight)
         v = runtime.reduce_scatter(v, 2, "ep")  # P@ep → S(2)@ep    backward: all-gather
-        v = v.reshape(2, 16, 1, 16)  # [2, 16, 1/2, 16] S(2)@ep  llama.py:84
-        v = v.transpose(1, 2)  # [2, 1/2, 16, 16] S(1)@ep  llama.py:84
+        v = v.reshape(2, 16, 1, 16)  # [2, 16, 1/2, 16] S(2)@ep  llama.py:86
+        v = v.transpose(1, 2)  # [2, 1/2, 16, 16] S(1)@ep  llama.py:86
         # S(2)@ep → S(1)@ep    backward: all-to-all
         q, k = runtime.all_to_all_together((q, k), (2, 2), (1, 1), "ep")
-        # [2, 2/4, 16, 16] S(1)@ep  llama.py:85
+        # [2, 2/4, 16, 16] S(1)@ep  llama.py:87
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        y = y.transpose(1, 2)  # [2, 16, 2/4, 16] S(2)@ep  llama.py:86
-        y = y.reshape(2, 16, 32)  # [2, 16, 32/64] S(2)@ep  llama.py:86
-        out = F.linear(y, self.attention.out.weight)  # [2, 16, 64] P@ep  llama.py:86
+        y = y.transpose(1, 2)  # [2, 16, 2/4, 16] S(2)@ep  llama.py:88
+        y = y.reshape(2, 16, 32)  # [2, 16, 32/64] S(2)@ep  llama.py:88
+        out = F.linear(y, self.attention.out.weight)  # [2, 16, 64] P@ep  llama.py:88
         # P@ep → S(0)@ep    backward: all-gather
         out = runtime.reduce_scatter(out, 0, "ep")
-        x = x + out  # [1/2, 16, 64] S(0)@ep  llama.py:111
-        power = x**2  # [1/2, 16, 64] S(0)@ep  llama.py:59
-        mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@ep  llama.py:59
-        add = mean + 1e-05  # [1/2, 16, 1] S(0)@ep  llama.py:59
-        rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@ep  llama.py:59
-        mul = x * rsqrt  # [1/2, 16, 64] S(0)@ep  llama.py:59
+        x = x + out  # [1/2, 16, 64] S(0)@ep  llama.py:113
+        power = x**2  # [1/2, 16, 64] S(0)@ep  llama.py:60
+        mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@ep  llama.py:60
+        add = mean + 1e-05  # [1/2, 16, 1] S(0)@ep  llama.py:60
+        rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@ep  llama.py:60
+        normed = x * rsqrt  # [1/2, 16, 64] S(0)@ep  llama.py:60
         # S(0)@ep → S(2)@ep    backward: all-to-all
-        mul = runtime.all_to_all(mul, 0, 2, "ep")
-        # [2, 16, 32/64] S(2)@ep  llama.py:59
-        feed_forward_norm = mul * self.feed_forward_norm.weight
+        normed = runtime.all_to_all(normed, 0, 2, "ep")
+        # [2, 16, 32/64] S(2)@ep  llama.py:61
+        feed_forward_norm = normed * self.feed_forward_norm.weight
         # [2, 16, 4] P@ep  moe.py:74
         router = F.linear(feed_forward_norm, self.feed_forward.router.weight)
         # P@ep → S(0)@ep    backward: all-gather
@@ -199,7 +197,7 @@ class Block_2(runtime.Block):
         topk, topk_1 = torch.topk(router, 2)
         softmax = F.softmax(topk, dim=-1)  # [1/2, 16, 2] S(0)@ep  moe.py:74
         # [2/4, 64, 128] S(0)@ep  moe.py:74
-        einsum_5_first = torch.cat(
+        einsum_5_cat = torch.cat(
             [self.feed_forward.experts.gate, self.feed_forward.experts.up], dim=2
         )
         # S(2)@ep → S(0)@ep    backward: all-to-all
@@ -209,16 +207,14 @@ class Block_2(runtime.Block):
             feed_forward_norm,
             topk_1,
             softmax,
-            einsum_5_first,
+            einsum_5_cat,
             self.feed_forward.experts.down,
-            activation="silu",
-            gated=True,
-            transposed=True,
-            count=4,
-            expert_axes="ep",
-            exchange_axes="ep",
+            runtime.ExpertForm(activation="silu", gated=True, transposed=True),
+            sharding=runtime.ExpertSharding(
+                count=4, expert_axes="ep", exchange_axes="ep"
+            ),
         )
-        add = x + y  # [1/2, 16, 64] S(0)@ep  llama.py:112
+        add = x + y  # [1/2, 16, 64] S(0)@ep  llama.py:114
         return add
 
 
@@ -243,22 +239,22 @@ class RankModule(runtime.RankModule):
         arange = runtime.slice(
             torch.arange(16, device=runtime.device()), 0, "ep", of="R"
         )
-        arange = arange.unsqueeze(1)  # [8/16, 1] S(0)@ep  llama.py:126
-        # [8/16, 8] S(0)@ep  llama.py:126
+        arange = arange.unsqueeze(1)  # [8/16, 1] S(0)@ep  llama.py:130
+        # [8/16, 8] S(0)@ep  llama.py:130
         angles = arange * self.rope.inverse_frequencies
-        angles = torch.cat([angles, angles], dim=-1)  # [8/16, 16] S(0)@ep  llama.py:127
-        cos = torch.cos(angles)  # [8/16, 16] S(0)@ep  llama.py:128
-        sin = torch.sin(angles)  # [8/16, 16] S(0)@ep  llama.py:128
+        angles = torch.cat([angles, angles], dim=-1)  # [8/16, 16] S(0)@ep  llama.py:131
+        cos = torch.cos(angles)  # [8/16, 16] S(0)@ep  llama.py:132
+        sin = torch.sin(angles)  # [8/16, 16] S(0)@ep  llama.py:132
         x = self.blocks[0](x, cos, sin)
         x = self.blocks[1](x, cos, sin)
-        power = x**2  # [1/2, 16, 64] S(0)@ep  llama.py:59
-        mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@ep  llama.py:59
-        add = mean + 1e-05  # [1/2, 16, 1] S(0)@ep  llama.py:59
-        rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@ep  llama.py:59
-        mul = x * rsqrt  # [1/2, 16, 64] S(0)@ep  llama.py:59
+        power = x**2  # [1/2, 16, 64] S(0)@ep  llama.py:60
+        mean = power.mean([-1], True)  # [1/2, 16, 1] S(0)@ep  llama.py:60
+        add = mean + 1e-05  # [1/2, 16, 1] S(0)@ep  llama.py:60
+        rsqrt = torch.rsqrt(add)  # [1/2, 16, 1] S(0)@ep  llama.py:60
+        normed = x * rsqrt  # [1/2, 16, 64] S(0)@ep  llama.py:60
         # S(0)@ep → S(2)@ep    backward: all-to-all
-        mul = runtime.all_to_all(mul, 0, 2, "ep")
-        norm = mul * self.norm.weight  # [2, 16, 32/64] S(2)@ep  llama.py:59
+        normed = runtime.all_to_all(normed, 0, 2, "ep")
+        norm = normed * self.norm.weight  # [2, 16, 32/64] S(2)@ep  llama.py:61
         # S(2)@ep → R@ep    backward: reduce-scatter
         norm = runtime.all_gather(norm, 2, "ep", to="R")
         head = F.linear(norm, self.head.weight)  # [2, 16, 64/128] S(2)@ep  moe.py:106
@@ -267,11 +263,7 @@ class RankModule(runtime.RankModule):
         labels_shard = runtime.slice(labels, 0, "ep", of="R")  # R@ep → S(0)@ep
         # [] P@ep  moe.py:106
         loss = runtime.cross_entropy(
-            head.flatten(0, -2),
-            labels_shard.flatten(),
-            classes=128,
-            batch_axes="ep",
-            counted=labels,
+            head.flatten(0, -2), labels_shard.flatten(), batch_axes="ep", counted=labels
         )
         loss = runtime.all_reduce(loss, "ep", to="I")  # P@ep → I@ep
         return (head, loss)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
+from autoshard.check.reference import upcasts_in_float64
 from autoshard.module.logits import ShardedLogits
 
 
@@ -67,7 +68,7 @@ def forbidding(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     for row, own in zip(scores.contiguous(), tokens, strict=True):
         row[own] = -torch.inf
     scores[0][1::3] = -torch.inf
-    return scores
+    return torch.softmax(input=scores, dim=-1)  # all arguments by name
 
 
 def what_generate_sends(sharded: Any, tokens: torch.Tensor, step: list[float]) -> None:
@@ -84,6 +85,7 @@ def what_generate_sends(sharded: Any, tokens: torch.Tensor, step: list[float]) -
 
 
 @case
+@upcasts_in_float64()
 def text_generated_by_transformers(mesh: autoshard.Mesh) -> None:
     """The unsharded model's tokens, by two programs; a step sums twice a layer and for the embedding, and no more."""
     model, mine = llama(layers=1), autoshard.Mesh(dict(zip(mesh.axes, mesh.shape, strict=True)))
