@@ -79,13 +79,16 @@ def _recomputed_copies(parts: Sequence[Statement], program: Program) -> frozense
     """
     assignment = program.assignment
     readers: dict[str, list[Statement]] = {}
+    sent = {part.value for part in parts if part.step is not None and part.step.is_collective}
     for part in parts:
         for name in reads(part):
             readers.setdefault(name, []).append(part)
 
     def remade(name: str, part: Statement) -> bool:
-        if part.value in assignment.shared_again and program.layouts[name] == assignment.shared.get(part.value):
-            return True
+        if program.layouts[name] == assignment.shared.get(part.value) and (
+            part.value in sent or part.value in assignment.shared_again
+        ):
+            return part.value in assignment.shared_again  # as the search decided and priced
         nodes = [s.node for s in readers.get(name, ()) if s.step is None and s.node is not None]
         steps = [s for s in readers.get(name, ()) if s.step is not None]
         keeping = [n for n in nodes if _keeps_value(n, name, readers, program)]

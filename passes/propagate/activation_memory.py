@@ -216,10 +216,13 @@ def _tag_block(
         needs, again = saves | (tag == 2), converts and tag >= 1
     never = np.zeros(copies.made.shape, dtype=bool)
     remade = needs & ~copies.shares if again else never
-    held = copies.always_held + (np.zeros(never.shape) if again else np.where(needs, copies.made, 0.0))
+    there = source.fixed or source.passive or source_tag == 2
+    if not there:  # a copy that is no larger is kept in its source's place
+        remade = remade & (copies.made > copies.own[:, None])
+    held = copies.always_held + np.where(needs & ~remade, copies.made, 0.0)
     if source.fixed or (not source.passive and source_tag == 2):
         return EdgeMemory(remade, never, held)
-    present = needs & (copies.shares | again)
+    present = needs & (copies.shares | remade)
     if source.passive:
         return EdgeMemory(remade, present if source_tag == ABSENT else never, held)
     own = copies.own if source.holds is None else np.where(source.holds, 0.0, copies.own)

@@ -379,11 +379,13 @@ class LayoutNetwork:
             states = constraint.allowed(states, self.graph.types[value], self.mesh)
         if not self.remembers:
             return states, (0,)
-        again = any(RECONVERTED in r.asked.tags for r in readers)
-        saving = [r.asked.tags for r in readers if r.asked.saves is not None and r.asked.saves.any()]
-        pinned = all(1 in tags and 0 not in tags for tags in saving)  # nobody keeps a copy, so none is kept
+        again = any(tag >= (RECONVERTED if r.asked.passive else 1) for r in readers for tag in r.asked.tags)
+        saving = [
+            x.tags for x in (r.asked for r in readers) if 0 not in x.tags or (x.saves is not None and x.saves.any())
+        ]
+        pinned = bool(saving) and not any(0 in tags for tags in saving)  # nobody keeps a copy, so none is kept
         copies = again and value not in self.graph.parameters
-        return states, passive_tags(value in needed, copies, not (copies and saving and pinned))
+        return states, passive_tags(value in needed, copies, not (copies and pinned))
 
     def _shared_states(
         self, value: str, defined: Sequence[Placements], read: Sequence[Sequence[Placements]]

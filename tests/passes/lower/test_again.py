@@ -20,7 +20,9 @@ from autoshard.compiler import Compiled, capture_graph, compile_graph
 from autoshard.errors import RuntimeMismatchError
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.lower.recompute import group_recomputed, recomputed_statements
+from autoshard.passes.propagate.objective import objective
 from autoshard.plans.options import CompileOptions
+from autoshard.report.record import RECOMPUTED_SUFFIX
 from autoshard.runtime.parameters.recompute import dropping_recomputable
 from autoshard.runtime.transport.communicator import Executed
 from autoshard.runtime.transport.in_process import World
@@ -85,7 +87,7 @@ def kept_bytes(compiled: Compiled) -> float:
 GRAPHS: dict[Any, Graph] = {}
 
 
-def planned(family: str, recompute: Any, mesh: dict[str, int], **sizes: int) -> Compiled:
+def planned(family: str, recompute: Any, mesh: dict[str, int], like: Any = None, **sizes: int) -> Compiled:
     """In float32, for 8 rows of 32."""
     reference = models.get(family)
     model = reference.model()
@@ -95,7 +97,8 @@ def planned(family: str, recompute: Any, mesh: dict[str, int], **sizes: int) -> 
     key = family, *sizes.values()
     if key not in GRAPHS:
         GRAPHS[key] = capture_graph(model.train(), args, kwargs, training=True)
-    return compile_graph(GRAPHS[key], autoshard.Mesh(mesh, "ideal_network"), CompileOptions(recompute=recompute))
+    opts = CompileOptions(recompute=recompute, like=like)
+    return compile_graph(GRAPHS[key], autoshard.Mesh(mesh, "ideal_network"), opts)
 
 
 @pytest.mark.slow_cases("gpt-blocks", "llama-blocks")
@@ -147,33 +150,69 @@ def _state(found: Compiled) -> float:
 
 def test_parts() -> None:
     """Neighbours that run again are numbered; what saves nothing is no part; a local conversion goes into its reader's."""
-    program = planned("gpt", "blocks", {"tp": 2}).program
+    program = planned("gpt", "blocks", {"tp": 2}, "megatron-sp").program
     last = [s for s in program.statements if s.block == "blocks.1"]
     first = max(s.again for s in last) - 1
     lines = [
         f"{max(0, s.again - first)} {s.step.kind if s.step else str(s.call.fn).removeprefix('aten.')}" for s in last
     ]
     assert ", ".join(lines) == " ".join(PARTS.split())
-    assert {s.block for s in program.statements if s.again} == {"blocks.0", "blocks.1"}
+    assert {s.block for s in program.statements if s.again} == {"blocks.0", "blocks.1", ""}
+    assert [s.value for s in program.statements if s.again and not s.block] == ["layer_norm_4"]  # gathered for the head
     assert str(
         group_recomputed(replace(program, statements=tuple(replace(s, again=0) for s in program.statements)))
     ) == str(program)
 
 
 PARTS = """
-0 enter, 0 partial, 1 layer_norm.default, 1 linear.default, 1 reshape.default, 1 transpose.int, 1 split.Tensor,
-1 attention, 1 transpose.int, 1 reshape.default, 1 linear.default, 1 dropout, 1 add.Tensor, 1 all_gather,
-1 layer_norm.default, 1 linear.default, 1 gelu.default, 0 linear.default, 0 reduce_scatter, 0 dropout, 0 add.Tensor
+0 enter, 0 partial, 0 partial, 1 layer_norm.default, 1 all_gather, 1 linear.default, 1 reshape.default, 1 transpose.int,
+1 split.Tensor, 1 attention, 1 transpose.int, 1 reshape.default, 1 linear.default, 1 reduce_scatter, 1 dropout,
+1 add.Tensor, 1 layer_norm.default, 1 all_gather, 1 linear.default, 1 gelu.default, 0 linear.default, 0 reduce_scatter,
+0 dropout, 0 add.Tensor
 """
+
+
+class Stacked(nn.Module):
+    """Blocks that begin with a product, behind a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+STACKED = capture_graph(Stacked(), (torch.randn(4, 4, 8),), {}, training=True)
 
 
 def test_a_message_in_front_of_a_block_stays_there() -> None:
     """What it brings may be under way before the block needs it: it is a part of its own."""
-    program = planned("gpt", "selective", {"tp": 2}).program
-    (message,) = (s for s in program.statements if s.again and not s.block)
+    opts = CompileOptions(recompute="selective", like="megatron-sp")
+    program = compile_graph(STACKED, autoshard.Mesh({"tp": 2}, "ideal_network"), opts).program
+    (message,) = (s for s in program.statements if s.again and not s.block and s.value == "add")
     assert message.step is not None
-    assert message.step.kind == "reduce_scatter"
+    assert message.step.kind == "all_gather"
     assert [s for s in program.statements if s.again == message.again] == [message]
+
+
+@pytest.mark.parametrize("recompute", ["auto", "none", "blocks", "selective"])
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_what_the_backward_repeats_is_what_was_priced(family: str, recompute: str) -> None:
+    """Messages that the backward repeats: their seconds in the program, and in the search that chose them."""
+    reference = models.get(family)
+    args, kwargs = reference.inputs(batch=8, seq=32)
+    graph = capture_graph(reference.model().train(), args, kwargs, training=True)
+    opts = CompileOptions(recompute=recompute, like="megatron-sp")
+    found = compile_graph(graph, autoshard.Mesh({"tp": 2}, "h100"), opts)
+    run = [c.seconds for c in found.plan.collectives if c.reason.endswith(RECOMPUTED_SUFFIX)]
+    priced = sum(float(x.communication(1)) for x in objective(found.program.assignment).again.values())
+    assert len(run) >= 5
+    assert sum(run) == pytest.approx(priced, rel=1e-6)
 
 
 class Entered(nn.Module):
@@ -201,7 +240,7 @@ class Exchanged(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.act, self.down = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)
+        self.up, self.act, self.down = nn.Linear(8, 32), nn.Softmax(0), nn.Linear(32, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.act(self.up(x))).square().mean()  # type: ignore[no-any-return]
