@@ -135,6 +135,7 @@ def run(checks: Mapping[str, Any], rank: int, ranks: int, rendezvous: str, resul
             mine = ""
         except (Exception, pytest.fail.Exception):
             mine = traceback.format_exc()
+            print(mine, flush=True)  # other ranks may wait until their messages time out
         everyone: list[Any] = [None] * ranks
         dist.all_gather_object(everyone, mine)
         outcomes[name] = next((f"rank {r}:\n{e}" for r, e in enumerate(everyone) if e), "")

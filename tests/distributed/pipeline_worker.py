@@ -228,7 +228,14 @@ def in_two_parts() -> None:
 def what_users_do_with_their_own() -> None:
     """Norms by hand are refused; an optimizer of no parameters steps, also compiled; entries of others are checked; draws."""
     model, args = made("gpt")
+    for block in model.blocks:
+        block.norm_1.register_buffer("seen", torch.zeros_like(block.norm_1.bias))
+        block.norm_1.seen.of = block.norm_1  # an attribute of a buffer that one stage has
+        block.norm_1.register_forward_pre_hook(lambda module, given: (given[0] + module.seen,))
     sharded = autoshard.compile(copy.deepcopy(model), ideal({"pp": dist.get_world_size()}), args, stages="pp")
+    for name, buffer in sharded.named_buffers():
+        if name.endswith("seen"):
+            assert buffer.of is sharded.get_submodule(name.removesuffix(".seen"))
     for m in (model, sharded):
         for n, p in m.named_parameters():
             p.requires_grad_(n.startswith(("blocks.3", "norm")))

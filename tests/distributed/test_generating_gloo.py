@@ -11,11 +11,12 @@ from generating_models import MODELS
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 @pytest.mark.parametrize("name", MODELS)
 def test_as_one_device(name: str, mesh: str, tmp_path: Path) -> None:
     case = f"{name}-{mesh}"
-    assert json.loads(world.start("generating_worker.py", 2, tmp_path, case, timeout=280)) == {case: ""}
+    assert json.loads(world.start("generating_worker.py", 2, tmp_path, case, timeout=800)) == {case: ""}
 
 
 @pytest.mark.slow

@@ -458,7 +458,9 @@ class CompilingModule(FixedModule):
         initial |= {n: self._initial_shard(full, layouts.get(n)) for n, full in found.items()}
         for name, b in model.named_buffers(remove_duplicate=False):
             if not self._holds(names.get(name, name)):
-                self._original_model.put_elsewhere(name, b.detach().to("meta"), parameter=False)
+                if id(b) not in taken:
+                    taken[id(b)] = with_user_class(b.detach().to("meta"), b)
+                self._original_model.put_elsewhere(name, taken[id(b)], parameter=False)
                 continue
             if id(b) not in taken:
                 made = inside[name] if name in inside else self._buffer(b, layouts.get(name), initial.get(name))
