@@ -63,9 +63,9 @@ def test_no_expert_is_cheaper_within_the_budget(ranks: int, monkeypatch: pytest.
 @pytest.mark.slow
 def test_an_expert_is_searched_within_the_budget_too() -> None:
     """The one that is quickest there is over it in its quickest form."""
-    assert planned(Thrice(), 8, like="megatron").memory.peak > 15660.0
-    found, expert = (planned(Thrice(), 8, memory_budget=15660.0, like=like) for like in (None, "megatron"))
-    assert found.memory.peak <= 15660.0
+    assert planned(Thrice(), 8, like="ddp").memory.peak > 12400.0
+    found, expert = (planned(Thrice(), 8, memory_budget=12400.0, like=like) for like in (None, "ddp"))
+    assert found.memory.peak <= 12400.0
     assert found.cost.total_s <= expert.cost.total_s * (1 + 1e-9)
 
 
