@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import re
 import sys
@@ -398,6 +399,12 @@ def _meta_model(options: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...]
 def _resulting_plan(options: argparse.Namespace) -> Any:
     """The plan of a model without weights, or the given plan."""
     if (given := _given_plan(options)) is not None:
+        known = inspect.signature(autoshard.plan).parameters.values()
+        asked = [x.name for x in known if getattr(options, x.name, x.default) not in (x.default, None)]
+        asked = [name for name in asked if name not in ("model", "mesh", "batch")]
+        if asked:
+            named = ", ".join(f"--{name.replace('_', '-')}" for name in asked)
+            raise PlanError(f"--plan FILE is a finished plan: {named} cannot change it. Plan again without --plan")
         return given
     model, args, kwargs = _meta_model(options)
     if getattr(options, "devices", None) is not None:

@@ -125,6 +125,8 @@ def test_a_saved_plan_is_followed(capsys: pytest.CaptureFixture[str], tmp_path: 
     for command, more in (("verify", ["--like", "ddp"]), ("explain", ["head", "--hint", "head=colwise"])):
         assert main([command, *small, "--plan", str(path), *more]) == 2
         assert "--plan FILE fixes all layouts. Leave --like and --hint out" in capsys.readouterr().err
+    assert main(["explain", *small, "blocks.0", "--plan", str(path), "--memory-budget", "1GB"]) == 2
+    assert "--plan FILE is a finished plan: --memory-budget cannot change it" in capsys.readouterr().err
 
 
 def test_a_plan_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
