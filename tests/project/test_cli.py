@@ -35,7 +35,7 @@ def test_plan_prints_the_table_and_writes_json(capsys: pytest.CaptureFixture[str
 @pytest.mark.slow
 def test_plan_of_a_large_mesh_needs_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "mlp:base", "--mesh", "dp=64,tp=8", "--batch", "512", "--inference"]) == 0
-    assert "512 ranks, inference" in capsys.readouterr().out
+    assert "512 ranks, bfloat16, inference" in capsys.readouterr().out
 
 
 @pytest.mark.slow
