@@ -115,7 +115,7 @@ def load_safetensors(sharded: ShardedModule, folder: str | os.PathLike[str]) -> 
             shape, kind = entry.get_shape(), entry.get_dtype()
         if shape != list(tensor.shape):
             raise PlanError(f"entry {name!r} in {folder} has shape {shape}, but the model has {list(tensor.shape)}")
-        if _is_float(kind) != tensor.is_floating_point() or kind.startswith("C") != tensor.is_complex():
+        if kind.startswith(("F", "BF")) != tensor.is_floating_point() or kind.startswith("C") != tensor.is_complex():
             raise PlanError(
                 f"entry {name!r} in {folder} has dtype {kind}, but the model has {tensor.dtype}, and loading "
                 "does not convert between them. Convert the entry first, for example by dequantising it."
@@ -128,11 +128,6 @@ def load_safetensors(sharded: ShardedModule, folder: str | os.PathLike[str]) -> 
                 with _open_safetensors(files[names[name]]) as file:  # type: ignore[index]
                     part = _entry_shard(file, str(names[name]), sharded, tensor)
                 local_shard(tensor).copy_(part)
-
-
-def _is_float(kind: str) -> bool:
-    """Whether a dtype name of safetensors is floating point."""
-    return kind.startswith(("F", "BF"))
 
 
 @contextlib.contextmanager

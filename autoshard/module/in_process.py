@@ -104,7 +104,7 @@ class InProcessModule(ShardedModule):
         names = executable.compiled.source.inputs
         written = {name for fqn, name in program.graph.states.items() if fqn in program.in_place}
         arguments = [
-            writable_shards(_full_if_cached(x), program.layouts[n])
+            writable_shards(x.whole() if isinstance(x, CachedShards) else x, program.layouts[n])
             if n in written
             else self._input_shards(x, program.layouts[n])
             for n, x in zip(names, inputs, strict=True)
@@ -189,7 +189,3 @@ def _materialised_copy(tensor: torch.Tensor, initial: torch.Tensor | None) -> to
     if not tensor.is_meta:
         return tensor.detach().clone()
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if initial is None else initial.detach().clone()
-
-
-def _full_if_cached(x: torch.Tensor) -> torch.Tensor:
-    return x.whole() if isinstance(x, CachedShards) else x

@@ -417,18 +417,13 @@ def _hot_spots_table(plan: Record) -> TextTable:
     return table
 
 
-def seconds_lost_replicated(plan: Record, choice: Choice) -> float:
-    """Seconds that a replicated ``choice`` loses against an even split over all ranks."""
-    return choice.seconds * (1 - 1 / plan.mesh.size)
-
-
 def _replicated_rows(plan: Record) -> Iterator[tuple[str, int, Choice, float]]:
     groups: dict[tuple[str, str, str], list[Choice]] = {}
     for c in plan.choices.values():
         if not c.has_rule:
             groups.setdefault((c.op, layer_glob(c.fqn), c.source), []).append(c)
     for (op, _, _), found in groups.items():
-        yield op, len(found), found[0], sum(seconds_lost_replicated(plan, c) for c in found)
+        yield op, len(found), found[0], sum((c.seconds * (1 - 1 / plan.mesh.size)) for c in found)
 
 
 def _without_rule_table(plan: Record) -> TextTable:

@@ -143,7 +143,7 @@ def _checkpoint_states(graph: Graph, module: Mapping[str, str]) -> dict[str, int
 def _selective_states(graph: Graph) -> dict[str, int]:
     """Attention matrices and what leads to them from products; else elementwise operations."""
     found = {node.name: 2 for node in graph.nodes if _keeps_matrix(node, graph)}
-    products = {n.name for n in graph.nodes if _is_activation_product(n, graph)}
+    products = {n.name for n in graph.nodes if (_has_flops(n) and graph.parameters.isdisjoint(n.inputs))}
     for node in graph.nodes:  # from a product of activations to the next one
         if node.name in products and (between := _until_product(node, graph, products)):
             found.update(dict.fromkeys((node.name, *between), 2))
@@ -158,11 +158,6 @@ def _keeps_matrix(node: Node, graph: Graph) -> bool:
         return False
     inside = sum(t.nbytes for t in saved_for_backward(node, graph.types).intermediates)
     return inside > sum(graph.types[n].nbytes for n in (*node.inputs, *node.outputs))
-
-
-def _is_activation_product(node: Node, graph: Graph) -> bool:
-    """Whether it is a product of activations."""
-    return _has_flops(node) and graph.parameters.isdisjoint(node.inputs)
 
 
 def _until_product(node: Node, graph: Graph, products: set[str]) -> list[str]:

@@ -280,7 +280,7 @@ def _move_rate(
 ) -> tuple[float, float]:
     """(seconds, seconds per byte) of one move: α-β per collective, traffic per local copy."""
     link = mesh.link([mesh.axes[a] for a in group])
-    fixed, rate = local_step(mesh.hardware), 0.0
+    fixed, rate = (1e-3 * mesh.hardware.kernel_latency + 1e-24), 0.0
     for kind, width, sent in ((forward, 1.0, _rated_kind(forward, scalar)), (backward, back, backward)):
         volume = graph.volume(kind, group, order) / graph.ranks
         if sent is not None and volume:
@@ -301,11 +301,6 @@ Without them a small gather would lose to an all-reduce of padded shards, faster
 
 def _launch_count(forward: str, backward: str | None, grad: bool) -> int:
     return _KERNELS.get(forward, 0) + (_KERNELS_BACK.get(forward, 0) if grad and backward is None else 0)
-
-
-def local_step(hardware: Hardware) -> float:
-    """Seconds charged to any step, so that none is free: 1/1000 of a launch, or next to nothing."""
-    return 1e-3 * hardware.kernel_latency + 1e-24
 
 
 def _copy_bandwidth(hardware: Hardware) -> float:

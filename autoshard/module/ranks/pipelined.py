@@ -353,7 +353,7 @@ class PipelinedModule(StageOutputsModule):
         try:
             with contextlib.ExitStack() as inside, without_checkpoint_hooks():
                 pairs: ParameterLeaves = inside.enter_context(self._original_model.leaf_stand_ins()) if training else []
-                begin = self._beginning(pipeline)
+                begin = self._state_of_first() if pipeline.draws and 0 in pipeline.mine else None
                 with runtime.bind(self._comm):
                     pipeline.step(self._comm.notes, [leaf for _, leaf in pairs], begin)
         finally:
@@ -424,10 +424,6 @@ class PipelinedModule(StageOutputsModule):
         return self._results(part, [values[name] for name in part.compiled.source.inputs])
 
     # --- between stages ---
-
-    def _beginning(self, pipeline: ProgramPipeline) -> torch.Tensor | None:
-        """The state of rank 0's generators, on the first stage's ranks."""
-        return self._state_of_first() if pipeline.draws and 0 in pipeline.mine else None
 
     @contextlib.contextmanager
     def same_draws_on_ranks(self) -> Iterator[None]:

@@ -226,10 +226,6 @@ def _torch_apply(function: Any, args: Sequence[Any]) -> Any:
     return inspect.getattr_static(torch.autograd.Function, "apply").__get__(None, function)(*args)
 
 
-def _has_large_operand(args: Sequence[Any]) -> bool:
-    return any(isinstance(a, torch.Tensor) and a.numel() > MAX_TRIAL_ELEMENTS for a in args)
-
-
 def _random_arguments(args: Sequence[Any]) -> list[Any]:
     """``args`` with random tensors in place of traced ones; keeps the global generator.
 
@@ -252,7 +248,7 @@ def _random_arguments(args: Sequence[Any]) -> list[Any]:
         x = torch.randn(shape_of(a), dtype=torch.float64, generator=generator)
         return x.requires_grad_(a.requires_grad)
 
-    large = _has_large_operand(args)
+    large = any(isinstance(a, torch.Tensor) and a.numel() > MAX_TRIAL_ELEMENTS for a in args)
     return [number(a) for a in args]
 
 

@@ -289,10 +289,6 @@ class _GraphBuilder:
         """Whether an operand in ``tree`` is a data-dependent number, or has such a length."""
         return any(self.types[ref.name].unknown or self.types[ref.name].number is not None for ref in refs(tree))
 
-    def is_symbolic(self, tree: Any) -> bool:
-        """Whether an operand in ``tree`` has a symbolic length."""
-        return any(isinstance(n, Size) for ref in refs(tree) for n in self.types[ref.name].shape)
-
     def cast(self, node: fx.Node, ref: Ref, value: torch.Tensor, like: Ref | None = None) -> Ref:
         """``ref``, expanded and cast to the shape and dtype of ``value``."""
         if [str(n) for n in self.fakes[ref.name].shape] != [str(n) for n in value.shape]:
@@ -343,7 +339,7 @@ class _GraphBuilder:
         while name in self.types or name in self.fx_nodes:
             number += 1
             name = f"{stem}_{number}"
-        if self.is_open(args) or self.is_symbolic(args):
+        if self.is_open(args) or any(isinstance(n, Size) for ref in refs(args) for n in self.types[ref.name].shape):
             given = map_refs(args if export_args is None else export_args, lambda ref: self.fakes[ref.name])
             value = op(*given, **kwargs)
         else:

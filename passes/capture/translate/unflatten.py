@@ -38,7 +38,7 @@ def unmerge_views(graph: Graph) -> Graph:
         if view is None:
             return False
         views[node.outputs[0]] = view
-        split = view.steps > 1 and view.splits_merged_dims
+        split = view.steps > 1 and (view.mixed or not view.merged <= _adjacent_factors(view.after))
         if split:
             _build_view(build, view)
         return split
@@ -62,10 +62,6 @@ class _ViewChain:
     mixed: bool = False
     """whether an intermediate view merged a dim with a part of another"""
     steps: int = 0
-
-    @property
-    def splits_merged_dims(self) -> bool:
-        return self.mixed or not self.merged <= _adjacent_factors(self.after)
 
     def turned(self, order: Sequence[int]) -> _ViewChain:
         return replace(self, after=tuple(self.after[d] for d in order), steps=self.steps + 1)

@@ -79,7 +79,8 @@ def style_requests(
         owned = {
             i.name
             for i in graph.inputs
-            if i.kind == "parameter" and _matches_parameter(i.fqn, i.aliases, pattern, modules)
+            if i.kind == "parameter"
+            and any(_matches_name(n, pattern) or n.rpartition(".")[0] in modules for n in (i.fqn, *i.aliases))
         }
         if not modules and not owned:
             missed.append(pattern)
@@ -149,11 +150,6 @@ def _shard_sequence(module: str, output: str, families: Families, asked: dict[st
 def _matches_name(name: str, pattern: str) -> bool:
     """Plans of base models omit the beginning of names."""
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
-
-
-def _matches_parameter(fqn: str, aliases: tuple[str, ...], pattern: str, modules: list[str]) -> bool:
-    """Whether a parameter matches, itself or as a direct parameter of a module."""
-    return any(_matches_name(n, pattern) or n.rpartition(".")[0] in modules for n in (fqn, *aliases))
 
 
 def _report_missed(missed: list[str], patterns: Mapping[str, Any], graph: Graph) -> None:

@@ -163,14 +163,11 @@ def sequence_requests(
             yield node.name, None
         else:
             if cuts and families.weights.isdisjoint(node.inputs):
-                apart = fused_dim_factors(node, families)  # no product leads there from a replicated value
+                apart = frozenset(
+                    s.factor for s in families.strategies(node) if s.in_parts
+                )  # no product leads there from a replicated value
                 cuts |= families.labels(node, heads) - apart
             yield node.name, families.asked(node, cuts)
-
-
-def fused_dim_factors(node: Node, families: Families) -> frozenset[str]:
-    """Factors that shard every part of a fused dim, such as queries, keys and values."""
-    return frozenset(s.factor for s in families.strategies(node) if s.in_parts)
 
 
 def infeasible_sequence_notes(

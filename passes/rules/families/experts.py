@@ -220,10 +220,6 @@ def is_dispatch(strategy: Strategy) -> bool:
     return strategy.label.partition(" ")[0] == DISPATCH
 
 
-def _dispatch_axes(site: Site) -> tuple[str, ...]:
-    return tuple(a for a, s in zip(site.mesh.axes, site.choice, strict=True) if is_dispatch(s))
-
-
 def _local_experts(site: Site) -> LocalCall:
     node = site.node
     x, ids, weights, first, second = node.args[:5]
@@ -234,7 +230,7 @@ def _local_experts(site: Site) -> LocalCall:
     sharding: dict[str, Any] = {}
     if axes := site.inputs[3].axes_of(0):
         sharding |= {"count": site.in_type(3).shape[0], "expert_axes": axes_argument(axes)}
-    if axes := _dispatch_axes(site):
+    if axes := tuple(a for a, s in zip(site.mesh.axes, site.choice, strict=True) if is_dispatch(s)):
         sharding["exchange_axes"] = axes_argument(axes)
     if node.argument("gated") and (axes := site.axes("hidden")):
         sharding |= {"hidden": _hidden_size(site.node, site.graph), "hidden_axes": axes_argument(axes)}
