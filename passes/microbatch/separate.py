@@ -39,11 +39,6 @@ from autoshard.passes.rules.facts import is_random
 from autoshard.passes.rules.families.factory import FILL_OPS
 from autoshard.passes.search import CostNetwork, solve
 
-LATER_DIM_COST = 1e-3
-"""cost per dim before the divided one: the first dim that can be divided is the batch"""
-PART_COST = 1.0
-"""cost of slicing a replicated value"""
-
 
 @dataclass(frozen=True)
 class Separation:
@@ -130,7 +125,7 @@ class _SeparationNetwork:
         def cost(a: Placement, b: Placement) -> float:
             if a == b or (shares and (a, b) == (R, P)):
                 return 0.0
-            return PART_COST if parts and a == R and isinstance(b, Shard) and not isinstance(b, Grouped) else np.inf
+            return 1.0 if parts and a == R and isinstance(b, Shard) and not isinstance(b, Grouped) else np.inf
 
         table = [[cost(a, b) for b in uses] for a in made[1]]
         self.edges.append((made[0], reader, np.array(table).reshape(len(made[1]), len(uses))))
@@ -141,7 +136,7 @@ class _SeparationNetwork:
             return np.inf
         if not isinstance(placement, Shard) or isinstance(placement, Grouped):
             return 0.0 if placement == R else np.inf
-        return LATER_DIM_COST * placement.dim
+        return 1e-3 * placement.dim  # the first dim that can be divided is the batch
 
     def _exits(self, name: str) -> list[Placement]:
         """Placements of an output: the loss must be a sum, others may be concatenated."""

@@ -18,11 +18,6 @@ from autoshard.passes.ir.sizes import Size
 from autoshard.passes.redistribute.layout_graph import Floats, Ints, LayoutSpace, LayoutState, layout_space
 from autoshard.runtime.transport.move import COLLECTIVES
 
-ROW_INDEX_BYTES = 8
-"""bytes of a row number"""
-SPARSE_MESSAGES = 3
-"""collectives of a sparse gradient: row counts, row numbers, rows"""
-
 BUCKETED_KINDS = ("all_gather", "enter")
 """moves that parameters coalesce: gathers of shards, and gradient sums of replicas"""
 
@@ -191,7 +186,7 @@ def _sparse_backward_bytes(graph: LayoutSpace, sizes: Ints, back: int, looked_up
             sums = move.backward in ("all_reduce", "reduce_scatter")
             rows = min(int(sizes[0]), -(-looked_up // n) if sums else looked_up)
             rows, *rest = (-(-a // c) for a, c in zip((rows, *map(int, sizes[1:])), graph.cuts[move.dst], strict=True))
-            found[i] = graph.ranks * (n - 1) * rows * (math.prod(map(int, rest)) * back + ROW_INDEX_BYTES)
+            found[i] = graph.ranks * (n - 1) * rows * (math.prod(map(int, rest)) * back + torch.int64.itemsize)
     return found
 
 
@@ -200,7 +195,8 @@ def _sparse_gather_seconds(mesh: Mesh, graph: LayoutSpace, gradients: Ints) -> F
     found = np.zeros(len(graph.moves))
     for i in np.flatnonzero(gradients):
         latency, per_byte = mesh.link([mesh.axes[a] for a in graph.moves[i].group]).rate("all_gather")
-        found[i] = SPARSE_MESSAGES * (latency + mesh.hardware.kernel_latency) + per_byte * gradients[i] / graph.ranks
+        # row counts, row numbers, rows
+        found[i] = 3 * (latency + mesh.hardware.kernel_latency) + per_byte * gradients[i] / graph.ranks
     return found
 
 

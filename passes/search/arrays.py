@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -98,6 +99,20 @@ def by_first_appearance(where: Classes) -> tuple[Classes, Classes]:
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     return used[order], rank[inverse]
+
+
+def grid_exponent(used: Iterable[tuple[FloatArray, int]]) -> int:
+    """Exponent of the power of two whose multiples add up exactly. ``used``: arrays, and how often they are summed.
+
+    The sum takes 50 of the 53 bits of float64; messages need the rest.
+    """
+    total = sum(float(np.abs(array[np.isfinite(array)]).max(initial=0.0)) * times for array, times in used)
+    return math.frexp(total)[1] - 50
+
+
+def on_grid(exponent: int, array: FloatArray) -> FloatArray:
+    """``array`` rounded to multiples of that power of two."""
+    return np.ldexp(np.rint(np.ldexp(array, -exponent)), exponent)
 
 
 NUMPY_ENTRIES = 5_000

@@ -38,8 +38,6 @@ from autoshard.torch_private.ops import OpOverload
 
 PlainNumber = int | float | bool
 _SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_FALLBACK_ESTIMATE = 64
-"""estimate of a number with no known bound"""
 
 prim = torch.ops.prim
 
@@ -120,7 +118,7 @@ def estimated_number(value: Any) -> PlainNumber:
     for free_symbol in free_unbacked_symbols(expression):
         upper: Any = ranges[free_symbol].upper if free_symbol in ranges else None
         bounded = upper is not None and upper.is_Integer and upper < 2**40
-        guesses[free_symbol] = max(2, int(upper) // 2) if bounded else _FALLBACK_ESTIMATE
+        guesses[free_symbol] = max(2, int(upper) // 2) if bounded else 64
     return max(2, int(expression.xreplace(guesses)))
 
 

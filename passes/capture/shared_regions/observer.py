@@ -40,9 +40,6 @@ from autoshard.passes.capture.shared_regions.recording import (
 )
 from autoshard.passes.ir.text import is_number
 
-MIN_LIST_ENTRIES = 3
-"""shortest list with one entry per module; pairs (cosines and sines) belong to all modules"""
-
 OWN_ENTRY = "own"
 
 
@@ -59,7 +56,8 @@ def argument_roles(path: str, arguments: Any) -> dict[Any, torch.Tensor]:
         for depth in range(2, len(where)):
             if isinstance(where[depth], int):
                 counted[where[:depth]].add(where[depth])
-    lists = {where for where, entries in counted.items() if len(entries) >= MIN_LIST_ENTRIES and number in entries}
+    # pairs (cosines and sines) belong to all modules
+    lists = {where for where, entries in counted.items() if len(entries) > 2 and number in entries}
     named: dict[Any, torch.Tensor] = {}
     for where, x in tensors:
         entries = {depth: where[depth] for depth in range(2, len(where)) if where[:depth] in lists}

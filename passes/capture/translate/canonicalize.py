@@ -66,9 +66,6 @@ READS_MEMORY_LAYOUT = {aten.as_strided.default, aten.view_as_complex.default, at
 OVERWRITING_OPS = {aten.zero.default, aten.fill.Scalar}
 """ops that ignore the values of their operand"""
 
-_CACHE_LIMIT = 10_000
-"""size limit of the cache :attr:`Gradients._torchs`"""
-
 _IDENTITY_OPS = {aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.clone.default}
 _SHAPE_OPS = {aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
@@ -219,7 +216,7 @@ class GradientFlow:
 
     def __init__(self) -> None:
         self._others: dict[str, tuple[bool, ...] | None] = {}
-        if len(self._torchs) > _CACHE_LIMIT:
+        if len(self._torchs) > 10_000:
             self._torchs.clear()
 
     def flags(self, op: Any, args: Any, kwargs: Any, types: dict[str, TensorType], results: list[Any]) -> list[bool]:
