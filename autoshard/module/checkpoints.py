@@ -144,10 +144,7 @@ def full_optimizer_state_dict(sharded: ShardedModule, optimizer: torch.optim.Opt
     """
     if isinstance(sharded, PipelinedModule):
         return full_optimizer_state(sharded, optimizer)
-    state: dict[str, Any] = pytree.tree_map_only(
-        torch.Tensor, lambda x: sharded._full(x.detach()).cpu(), optimizer.state_dict()
-    )
-    return state
+    return pytree.tree_map_only(torch.Tensor, lambda x: sharded._full(x.detach()).cpu(), optimizer.state_dict())
 
 
 def load_full_optimizer_state_dict(
@@ -196,14 +193,12 @@ def _rank(sharded: Any) -> int:
 def _entry_shard(file: Any, name: str, sharded: Any, tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a file entry."""
     if not isinstance(tensor, DTensor) or not tensor.ndim:
-        whole: torch.Tensor = file.get_tensor(name)
-        return whole
+        return file.get_tensor(name)
     layout = dtensor_layout(sharded._program_mesh, sharded.device_mesh, tensor)
     if layout.grouped:
         return shard_of(file.get_tensor(name), layout, _rank(sharded))
     chunks = (layout.chunk_of(dim, size, _rank(sharded)) for dim, size in enumerate(tensor.shape))
-    part: torch.Tensor = file.get_slice(name)[tuple(slice(start, start + n) for start, n in chunks)]
-    return part
+    return file.get_slice(name)[tuple(slice(start, start + n) for start, n in chunks)]
 
 
 def _entry_files(folder: Path) -> dict[str, Path]:

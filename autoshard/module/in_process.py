@@ -84,10 +84,7 @@ class InProcessModule(ShardedModule):
         return tuple(map(comes_in, leaves, asked))
 
     def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        plain: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
-            CachedShards, CachedShards.whole, (tuple(args), dict(kwargs))
-        )
-        return plain
+        return pytree.tree_map_only(CachedShards, CachedShards.whole, (tuple(args), dict(kwargs)))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would see the ranks of one thread only
     def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:

@@ -62,8 +62,7 @@ def with_batch_size(
             return x
         return x.detach()[torch.arange(batch, device=x.device) % rows].requires_grad_(x.requires_grad)
 
-    changed: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(torch.Tensor, repeated, (args, kwargs))
-    return changed
+    return pytree.tree_map_only(torch.Tensor, repeated, (args, kwargs))
 
 
 def local_layouts(
@@ -160,8 +159,7 @@ def global_examples(
             whole = meta_input(part, global_input_shape(part.shape, layout))
             made = part.repeat(global_input_shape([1] * part.ndim, layout)) if whole is None else whole
             leaves[i] = made.requires_grad_(leaves[i].requires_grad)
-    found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
-    return found
+    return pytree.tree_unflatten(leaves, spec)
 
 
 @contextlib.contextmanager

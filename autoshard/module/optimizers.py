@@ -88,8 +88,7 @@ def _total_norm(gradients: Sequence[Any], order: float, like: torch.Tensor, grou
     )
     everyone = total.new_empty(dist.get_world_size(group))
     all_gather_single(everyone, total.reshape(1), group=group)  # no all-reduce: the maximum of gloo loses NaN
-    norm: torch.Tensor = torch.linalg.vector_norm(everyone, order)
-    return norm
+    return torch.linalg.vector_norm(everyone, order)
 
 
 def _gradient_values(x: torch.Tensor) -> torch.Tensor:

@@ -496,8 +496,7 @@ class ShardedModule(CompilingModule):
 
     def all_stages_state_dict(self) -> dict[str, torch.Tensor]:
         """The state dict of all stages; entries of other processes have shape and dtype only."""
-        found: dict[str, torch.Tensor] = self.state_dict(keep_vars=True)
-        return found
+        return self.state_dict(keep_vars=True)
 
     def all_stages_parameters(self) -> Iterator[torch.Tensor]:
         """All parameters of the model; those of other processes have shape and dtype only."""

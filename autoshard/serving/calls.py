@@ -157,15 +157,13 @@ def _first_request(given: dict[str, Any]) -> dict[str, Any]:
     leaves, spec = flatten_registered(given)
     requests, _ = _requests_and_tokens(given)
     one = [x[:1] if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == requests else x for x in leaves]
-    found: dict[str, Any] = pytree.tree_unflatten(one, spec)
-    return found
+    return pytree.tree_unflatten(one, spec)
 
 
 def _to_meta(given: dict[str, Any]) -> dict[str, Any]:
     leaves, spec = flatten_registered(given)
     bare = [x.detach().to("meta") if isinstance(x, torch.Tensor) else x for x in leaves]
-    found: dict[str, Any] = pytree.tree_unflatten(bare, spec)
-    return found
+    return pytree.tree_unflatten(bare, spec)
 
 
 def _requests_and_tokens(given: Mapping[str, Any]) -> tuple[int, int]:

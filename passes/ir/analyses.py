@@ -31,8 +31,7 @@ def cached_per_graph(
         key = (find, *args)
         if key not in graph.known:
             graph.known[key] = find(graph, *args, **kwargs)
-        answer: Answer = graph.known[key]
-        return answer
+        return graph.known[key]
 
     return found
 
@@ -50,8 +49,7 @@ def cached_per_node(
             answer = find(node, types)
             if all(type(n) is int for t in of for n in t.shape):
                 node.known[find] = of, answer
-        known: Answer = answer
-        return known
+        return answer
 
     return found
 

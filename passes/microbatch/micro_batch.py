@@ -401,14 +401,10 @@ class _MicroBatchBuilder:
 
 def _with_operand_names(node: Node, names: Sequence[str]) -> Node:
     supply = iter(names)
-    renamed: Node = map_tree(node, lambda item: Ref(next(supply)) if isinstance(item, Ref) else item)
-    return renamed
+    return map_tree(node, lambda item: Ref(next(supply)) if isinstance(item, Ref) else item)
 
 
 def _with_names(call: LocalCall, node: Node, names: Sequence[str]) -> LocalCall:
     """The local form with the micro-batch's names of its operands."""
     local = dict(zip(node.inputs, names, strict=True))
-    renamed: LocalCall = map_tree(
-        call, lambda item: Ref(local.get(item.name, item.name)) if isinstance(item, Ref) else item
-    )
-    return renamed
+    return map_tree(call, lambda item: Ref(local.get(item.name, item.name)) if isinstance(item, Ref) else item)

@@ -279,8 +279,7 @@ def memory_traffic(graph: Graph, mesh: Mesh) -> Mapping[str, Traffic]:
         return {}
     if "traffic" not in graph.known:
         graph.known["traffic"] = fused_traffic(graph)
-    found: Mapping[str, Traffic] = graph.known["traffic"]
-    return found
+    return graph.known["traffic"]
 
 
 def axis_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:

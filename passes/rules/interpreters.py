@@ -273,8 +273,7 @@ def _meta_group_norm(
     """Group norm as on CPUs: unlike the meta kernel they do not copy a channels-last operand."""
     n, c = x.shape[:2]
     x = x.contiguous(memory_format=suggest_memory_format(x))
-    out: torch.Tensor = aten.native_group_norm(x, weight, bias, n, c, x.shape[2:].numel(), num_groups, eps)[0]
-    return out
+    return aten.native_group_norm(x, weight, bias, n, c, x.shape[2:].numel(), num_groups, eps)[0]
 
 
 def _meta_attention(
@@ -294,12 +293,10 @@ def _meta_attention(
     if plain and not dropout_p and not (attn_mask is not None and attn_mask.requires_grad):
         mask = attn_mask.to(query.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
         flash = aten._scaled_dot_product_flash_attention_for_cpu
-        out: torch.Tensor = flash(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
-        return out
-    made: torch.Tensor = aten._scaled_dot_product_attention_math(
+        return flash(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+    return aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
-    return made
 
 
 def _run_backward(
@@ -437,8 +434,7 @@ class _SoleRankCommunicator(Communicator):
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`Communicator.apply`."""
         if x.requires_grad and torch.is_grad_enabled():
-            moved: torch.Tensor = _MetaMove.apply(self, move, x)  # type: ignore[no-untyped-call]
-            return moved
+            return _MetaMove.apply(self, move, x)  # type: ignore[no-untyped-call]
         return self.execute(move, x)
 
     def note(self, move: Move, size: float, dtype: torch.dtype) -> None:

@@ -125,8 +125,7 @@ def broadcast_sum(a: FloatArray, b: FloatArray, out: FloatArray | None = None) -
     if entries <= NUMPY_ENTRIES:
         return np.add(a, b, out=out)
     found = None if out is None else torch.from_numpy(out)
-    total: FloatArray = torch.add(torch.from_numpy(a), torch.from_numpy(b), out=found).numpy()
-    return total
+    return torch.add(torch.from_numpy(a), torch.from_numpy(b), out=found).numpy()
 
 
 CHECKSUM_WORDS = 509

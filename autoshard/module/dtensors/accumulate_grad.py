@@ -106,13 +106,11 @@ def _sparse_dtensor(local: torch.Tensor, spec: Any) -> Any:
 
 
 def _dense(x: SparseGradient) -> DTensor:
-    found: DTensor = module_dtensor(x._local_tensor.to_dense(), x._spec)
-    return found
+    return module_dtensor(x._local_tensor.to_dense(), x._spec)
 
 
 def _sparse_like(x: SparseGradient, local: torch.Tensor) -> SparseGradient:
-    found: SparseGradient = _sparse_dtensor(local, x._spec)
-    return found
+    return _sparse_dtensor(local, x._spec)
 
 
 def _from_row_numbers(x: SparseGradient, numbers: torch.Tensor, rows: torch.Tensor, size: Any) -> SparseGradient:
@@ -132,8 +130,7 @@ def _coalesce(x: SparseGradient) -> SparseGradient:
 
 def _size(x: SparseGradient) -> torch.Size:
     """The global size; of coalesced rows this rank's, of which Adagrad makes sparse tensors."""
-    found: torch.Size = x._local_tensor.shape if "_of_rows" in x.__dict__ else x._spec.shape
-    return found
+    return x._local_tensor.shape if "_of_rows" in x.__dict__ else x._spec.shape
 
 
 @handles(aten.add_.Tensor)

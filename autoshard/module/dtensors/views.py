@@ -122,8 +122,7 @@ def is_eager_view(x: DTensor, view: Any, rest: Sequence[Any], named: Mapping[str
         made = _replay_views(whole, (*steps, (view, rest, named, 0)))
     except (RuntimeError, NotImplementedError):
         return False
-    same: bool = made.untyped_storage()._cdata == whole.untyped_storage()._cdata
-    return same
+    return made.untyped_storage()._cdata == whole.untyped_storage()._cdata
 
 
 def _source_version(source: DTensor) -> tuple[int, int]:
@@ -134,8 +133,7 @@ def _source_version(source: DTensor) -> tuple[int, int]:
 def aliases_source(x: DTensor) -> bool:
     """Whether writes into the local shard of a view reach its source."""
     source, _, _ = x.__dict__["_of"]
-    same: bool = x._local_tensor.untyped_storage()._cdata == source._local_tensor.untyped_storage()._cdata
-    return same
+    return x._local_tensor.untyped_storage()._cdata == source._local_tensor.untyped_storage()._cdata
 
 
 def count_write(x: DTensor) -> None:

@@ -86,8 +86,7 @@ class ModuleCall:
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``(args, kwargs)``"""
-        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(self.leaves, self.spec)
-        return found
+        return pytree.tree_unflatten(self.leaves, self.spec)
 
 
 def key_difference(key: Any, other: Any) -> str:
@@ -274,8 +273,7 @@ class Executable:
 
         None for non-tensors and data-dependent lengths, where every rank has the full tensor.
         """
-        found: Sequence[tuple[int, ...] | None] = self._shapes([shape_and_dtype(x)[0] for x in inputs])
-        return found
+        return self._shapes([shape_and_dtype(x)[0] for x in inputs])
 
     def lengths(self, inputs: Sequence[torch.Tensor]) -> Callable[[Sequence[int]], tuple[int, ...]]:
         """A function from symbolic shapes to the shapes of a call with these ``inputs``."""

@@ -60,8 +60,7 @@ def stage_ranks(executable: Executable) -> list[list[int]]:
     plan = executable.compiled.plan
     ranks = torch.arange(plan.mesh.size).view(plan.mesh.shape)
     at = [] if plan.staged is None else [plan.mesh.index(plan.staged.axis)]
-    found: list[list[int]] = ranks.movedim(at, [0] * len(at)).reshape(ranks.shape[at[0]] if at else 1, -1).tolist()
-    return found
+    return ranks.movedim(at, [0] * len(at)).reshape(ranks.shape[at[0]] if at else 1, -1).tolist()
 
 
 def pipeline_form(executable: Executable, rank: int, lengths: BindLengths = tuple) -> StageForm:

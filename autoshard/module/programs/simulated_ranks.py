@@ -101,8 +101,7 @@ def shard_for_ranks(
     full: torch.Tensor, layout: Layout, name: str, computed: torch.dtype | None = None
 ) -> tuple[torch.Tensor, ...]:
     """Shards of ``full`` by rank; the backward joins their gradients. ``computed``: as of :func:`join_shards`."""
-    parts: tuple[torch.Tensor, ...] = _ShardForRanks.apply(full, layout, name, computed)
-    return parts
+    return _ShardForRanks.apply(full, layout, name, computed)
 
 
 def join_differentiably(
@@ -113,8 +112,7 @@ def join_differentiably(
     computed: torch.dtype | None = None,
 ) -> torch.Tensor:
     """:func:`join_shards`, differentiable: the backward shards the gradient."""
-    full: torch.Tensor = _JoinShards.apply(layout, shape, name, computed, *shards)
-    return full
+    return _JoinShards.apply(layout, shape, name, computed, *shards)
 
 
 class _ShardForRanks(LeanFunction):

@@ -110,8 +110,7 @@ class Agreement:
             return [[] for _ in range(self.ranks)]
         work, found = self._numbers(_cpu_tensor(mine))
         self._wait(work, what)
-        rows: list[list[int]] = found.tolist()
-        return rows
+        return found.tolist()
 
     def _numbers(self, mine: torch.Tensor) -> tuple[Any, torch.Tensor]:
         if self.ranks == 1:

@@ -317,10 +317,7 @@ class DistributedModule(RankLocalModule):
             full = self._full(present.detach()) if full is None else full
             return (full if full.is_meta else full.to(self._home)).requires_grad_(x.requires_grad)
 
-        plain: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
-            torch.Tensor, whole, (tuple(args), dict(kwargs))
-        )
-        return plain
+        return pytree.tree_map_only(torch.Tensor, whole, (tuple(args), dict(kwargs)))
 
     def gathered_inputs(self, leaves: Sequence[Any], spec: Any) -> Sequence[Any]:
         """See :meth:`Compiling.gathered_inputs`. Collective for local inputs."""

@@ -133,10 +133,8 @@ def _kernel(
     """The result, its log-sum-exp, and what else the kernel's backward takes."""
     if query.device.type != "cuda":
         flash = aten._scaled_dot_product_flash_attention_for_cpu
-        found: tuple[Any, ...] = flash(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
-        return found
-    on_device: tuple[Any, ...] = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
-    return on_device
+        return flash(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
+    return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
 
 
 def _kernel_backward(
@@ -248,5 +246,4 @@ def _sum_over_query_groups(gradient: torch.Tensor, shape: torch.Size) -> torch.T
     """The gradient of :func:`_repeated_kv_heads`."""
     if gradient.shape == shape:
         return gradient
-    summed: torch.Tensor = gradient.unflatten(-3, (shape[-3], -1)).sum(-3)
-    return summed
+    return gradient.unflatten(-3, (shape[-3], -1)).sum(-3)

@@ -35,8 +35,7 @@ def embedding_bag_of_tables(indices: torch.Tensor, mode: str, padding: int, *tab
     """Sum or mean of each bag's rows: indices [b, k], tables [rows, d] in a row → [b, d].
 
     ``padding``: a row that gets no gradient; negative: none."""
-    found: torch.Tensor = _EmbeddingBagOfTables.apply(indices, mode, padding, *tables)
-    return found
+    return _EmbeddingBagOfTables.apply(indices, mode, padding, *tables)
 
 
 class _EmbeddingBagOfTables(NoneGradFunction):
@@ -86,8 +85,7 @@ def embedding_bags(
     """:func:`embedding_bag_of_tables` of several tables [rows, d], each with its own indices [b, k], in one node.
 
     ``mine`` [tables, b, k]: indices that count; others give zeros, whatever their rows hold."""
-    found: tuple[torch.Tensor, ...] = _EmbeddingBags.apply(list(indices), mode, list(padding), mine, *tables)
-    return found
+    return _EmbeddingBags.apply(list(indices), mode, list(padding), mine, *tables)
 
 
 class _EmbeddingBags(LeanFunction):

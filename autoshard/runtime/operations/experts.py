@@ -113,8 +113,7 @@ def gated_products(
     ``x`` [s, w] in groups ending at ``ends`` [e], ``first`` [e, w, 2h], ``second`` [e, h, v]."""
     if not ends.shape[0]:
         return _gated_products_unfused(x, first, second, ends, activation)
-    found: torch.Tensor = _GatedProducts.apply(x, first, second, ends, activation)
-    return found
+    return _GatedProducts.apply(x, first, second, ends, activation)
 
 
 class _GatedProducts(NoneGradFunction):
@@ -223,16 +222,14 @@ def dispatch_expert_rows(x: torch.Tensor, slots: Slots) -> torch.Tensor:
     """Dispatch: the row of ``x`` [t, w] for every computed slot."""
     if not x.requires_grad:
         return x.index_select(0, slots.rows)
-    found: torch.Tensor = _Dispatch.apply(x, *slots[:3])
-    return found
+    return _Dispatch.apply(x, *slots[:3])
 
 
 def combine_expert_rows(x: torch.Tensor, weights: torch.Tensor, slots: Slots) -> torch.Tensor:
     """Combine: sums [t, v] of slots ``x`` [s, v] per row, times their ``weights`` [t · k]."""
     dtype = torch.result_type(x, weights)
     weights = weights if slots.present is None else weights.index_select(0, slots.present)
-    found: torch.Tensor = _Combine.apply(x.to(dtype), weights.to(dtype), *slots[:3])
-    return found
+    return _Combine.apply(x.to(dtype), weights.to(dtype), *slots[:3])
 
 
 def _inverse_permutation(order: torch.Tensor) -> torch.Tensor:
@@ -291,8 +288,7 @@ def _weighted_bag_sums(
     rows: torch.Tensor, x: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Sums of ``rows`` of ``x`` in bags from ``starts``; skips torch.nn.functional's checks."""
-    found: torch.Tensor = torch.embedding_bag(x, rows, starts, False, 0, False, weights)[0]
-    return found
+    return torch.embedding_bag(x, rows, starts, False, 0, False, weights)[0]
 
 
 _per_sample_weight_gradient = aten._embedding_bag_per_sample_weights_backward

@@ -32,8 +32,7 @@ def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch
 
 def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """:func:`grouped_mm` with all rows in groups; outside of a trace without a custom op's cost."""
-    found: torch.Tensor = grouped_mm(x, weight, ends, True) if _is_traced(x) else _GroupedProduct.apply(x, weight, ends)
-    return found
+    return grouped_mm(x, weight, ends, True) if _is_traced(x) else _GroupedProduct.apply(x, weight, ends)
 
 
 def _is_traced(x: torch.Tensor) -> bool:

@@ -32,8 +32,7 @@ def cross_entropy_sums(
 
     They are: sum of exponentials; the entry at ``index`` [n, …], 0 if another rank has it; and if
     ``smoothed`` the sum of all entries, weighted by ``share`` [c] if given."""
-    found: torch.Tensor = _CrossEntropySums.apply(logits, top, index, share, smoothed)
-    return found
+    return _CrossEntropySums.apply(logits, top, index, share, smoothed)
 
 
 class _CrossEntropySums(NoneGradFunction):
@@ -69,8 +68,7 @@ def sliced_cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, smoothing: float
 ) -> torch.Tensor:
     """``F.cross_entropy`` per sample: unsharded logits [n, c, …], class indices [n, …]."""
-    found: torch.Tensor = _SlicedCrossEntropy.apply(logits, target, weight, ignore_index, smoothing)
-    return found
+    return _SlicedCrossEntropy.apply(logits, target, weight, ignore_index, smoothing)
 
 
 class _SlicedCrossEntropy(NoneGradFunction):
@@ -296,8 +294,7 @@ def _picked_logit(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tenso
 
 def _class_weights(weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """``weight[index]``, which reads an index without dims on the host."""
-    found: torch.Tensor = aten.index.Tensor(weight, [index])
-    return found
+    return aten.index.Tensor(weight, [index])
 
 
 def _begin_mean_divisor(

@@ -72,8 +72,7 @@ def dropout(
         fill = partial(draw_dropout_noise, p=p, dtype=x.dtype, device=x.device)
         redraw = _redraw_in_backward(lambda: local_part(draw_micro_batch(fill, shape, order, batch), dims))
     scales = full_dropout_noise(x, p, shape, order, batch)
-    dropped: torch.Tensor = _DropoutFunction.apply(x, local_part(scales, dims), p, redraw)
-    return dropped
+    return _DropoutFunction.apply(x, local_part(scales, dims), p, redraw)
 
 
 def _redraw_in_backward(draw: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -205,8 +204,7 @@ def draw_like(
 
     def fill(shape: Sequence[int]) -> torch.Tensor:
         empty = partial(torch.empty, dtype=x.dtype, device=x.device)
-        filled: torch.Tensor = getattr(aten, op)(in_memory_order(order, empty, shape), *args, **kwargs)
-        return filled
+        return getattr(aten, op)(in_memory_order(order, empty, shape), *args, **kwargs)
 
     return local_part(draw_micro_batch(lambda s: shared(fill, s), shape, (), batch), dims)
 

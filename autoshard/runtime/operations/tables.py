@@ -91,8 +91,7 @@ def table_wise(
         ]
         goes = torch.cat([*(part[k].reshape(-1) for k in range(len(splits.sent)) for part in cut), *without])
     moved = comm.apply(Move("S", "S", names, 0, splits=splits), goes) if names else goes
-    results: tuple[torch.Tensor, ...] = _UnpackedTables.apply(moved, arrivals)  # type: ignore[no-untyped-call]
-    return results
+    return _UnpackedTables.apply(moved, arrivals)  # type: ignore[no-untyped-call]
 
 
 class LookupForm(NamedTuple):

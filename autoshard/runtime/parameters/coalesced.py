@@ -82,8 +82,7 @@ def _coalesced(what: str, moves: Sequence[Move], xs: Sequence[torch.Tensor]) -> 
 def _through_coalesced_bucket(bucket: Bucket, xs: Sequence[torch.Tensor], phase: str = "") -> BucketTensors:
     phase = phase or current().phase
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        out: BucketTensors = _CoalescedNode.apply(bucket, phase, *xs)  # type: ignore[no-untyped-call]
-        return out
+        return _CoalescedNode.apply(bucket, phase, *xs)  # type: ignore[no-untyped-call]
     return tuple(bucket.forward(xs, phase))
 
 

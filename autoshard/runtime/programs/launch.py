@@ -424,8 +424,7 @@ def _random_input(described: Mapping[str, Any], generator: torch.Generator) -> t
 def _step_loss(step: SavedStep, outputs: Outputs) -> torch.Tensor | None:
     """The output marked as the loss; else the first scalar."""
     if step.loss is not None:
-        loss: torch.Tensor = outputs[step.loss]
-        return loss
+        return outputs[step.loss]
     if step.count > 1:
         return None
     return next((x for x in outputs if isinstance(x, torch.Tensor) and x.ndim == 0 and x.is_floating_point()), None)

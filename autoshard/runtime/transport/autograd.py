@@ -124,8 +124,7 @@ class Differentiable(NoneGradFunction):
     @staticmethod
     def forward(ctx: Any, comm: Any, move: Move, phase: str, x: torch.Tensor) -> torch.Tensor:
         ctx.comm, ctx.move = comm, move
-        out: torch.Tensor = comm.execute(move, x, phase)
-        return out
+        return comm.execute(move, x, phase)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

@@ -38,8 +38,7 @@ def apply_coroutines(comm: Communicator, trip: CoroutinePair, *operands: torch.T
     if not any(x.requires_grad for x in results):
         return results
     needed = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in needed)
-    given: Tensors = _RankNode.apply(held, trip.results, *results, *needed)  # type: ignore[no-untyped-call]
-    return given
+    return _RankNode.apply(held, trip.results, *results, *needed)  # type: ignore[no-untyped-call]
 
 
 class _RankVisit(NamedTuple):

@@ -319,8 +319,7 @@ class InProcessCommunicator(Communicator):
 
     def gathered(self, what: str, mine: Any) -> Sequence[Any]:
         """See :meth:`Communicator.gathered`."""
-        every: Sequence[Any] = self.world.meet(self.rank, what, mine, lambda runs: [tuple(runs)] * self.world.size)
-        return every
+        return self.world.meet(self.rank, what, mine, lambda runs: [tuple(runs)] * self.world.size)
 
     def repeat(self, runs: Sequence[tuple[Callable[..., None], Sequence[Any]]]) -> None:
         """See :meth:`Communicator.repeat`."""
@@ -349,8 +348,7 @@ class InProcessCommunicator(Communicator):
 
 def _joint_execute(world: World, moves: tuple[Move, ...], xs: RankTensors, phase: str) -> Sequence[torch.Tensor]:
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        out: RankTensors = _JointMove.apply(world, moves, phase, *xs)  # type: ignore[no-untyped-call]
-        return out
+        return _JointMove.apply(world, moves, phase, *xs)  # type: ignore[no-untyped-call]
     return world.execute(moves, xs, phase)
 
 

@@ -269,8 +269,7 @@ class TorchCommunicator(Communicator):
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         if x.requires_grad and torch.is_grad_enabled():
             move = with_module(move, always=True)  # for the backward, in which no generated code runs
-            result: torch.Tensor = Differentiable.apply(self, move, self.phase, x)
-            return result
+            return Differentiable.apply(self, move, self.phase, x)
         return self.execute(with_module(move), x, self.phase)
 
     def execute(self, move: Move, x: torch.Tensor, phase: str) -> torch.Tensor:

@@ -98,8 +98,7 @@ def move_sparse_locally(move: Move, x: torch.Tensor, chunks: ChunksOf, number: i
 
 def cast_table(table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``table`` in another dtype; its sparse gradient is cast back."""
-    found: torch.Tensor = _CastTable.apply(table, dtype)
-    return found
+    return _CastTable.apply(table, dtype)
 
 
 class _CastTable(NoneGradFunction):

@@ -130,8 +130,7 @@ def _llama4_moe(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     def routed(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if _activation_name(self.experts.act_fn) is None or torch.is_autocast_enabled(hidden_states.device.type):
-            found: tuple[torch.Tensor, torch.Tensor] = forward(self, hidden_states)
-            return found
+            return forward(self, hidden_states)
         x = hidden_states.reshape(-1, self.hidden_dim)
         scores, logits = self.router(x)
         ids = logits.topk(self.top_k, dim=1).indices
@@ -145,12 +144,10 @@ def _llama4_moe(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _llama4_experts(forward: Callable[..., Any]) -> Callable[..., Any]:
     def chosen(self: Any, x: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
         if ids is None:
-            found: torch.Tensor = forward(self, x)
-            return found
+            return forward(self, x)
         ones = torch.ones_like(ids, dtype=x.dtype)
         form = _activation_name(self.act_fn), True, True
-        y: torch.Tensor = experts_op(x, ids, ones, self.gate_up_proj, self.down_proj, *form)
-        return y
+        return experts_op(x, ids, ones, self.gate_up_proj, self.down_proj, *form)
 
     return chosen
 
@@ -161,8 +158,7 @@ def _longcat_experts(forward: Callable[..., Any]) -> Callable[..., Any]:
     def routed(self: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         activation, count = _activation_name(self.act_fn), self.num_routed_experts
         if activation is None or not count or torch.is_autocast_enabled(x.device.type):
-            found: torch.Tensor = forward(self, x, ids, weights)
-            return found
+            return forward(self, x, ids, weights)
         first = self.gate_up_proj
         if self.zero_expert_num:  # parts of a split shard separately; a slice needs exchanges
             first = first.split([count, self.zero_expert_num])[0]

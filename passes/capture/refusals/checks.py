@@ -165,8 +165,7 @@ def dense_constant(name: str, tensor: Any) -> torch.Tensor:
             f"the model's tensor {name!r} has no data and is not a parameter or buffer. Register "
             "it with register_buffer() or as nn.Parameter."
         )
-    found: torch.Tensor = tensor.detach()
-    return found
+    return tensor.detach()
 
 
 def check_result(node: fx.Node, value: Any) -> None:

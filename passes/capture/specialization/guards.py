@@ -33,8 +33,7 @@ def guard_equal(x: torch.Tensor, value: Any, message: str) -> None:
 
 def guard_shape(x: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
     """``x`` with a static shape in the graph, asserted in every call."""
-    result: torch.Tensor = exactly(x, shape, frame_location_text(users_frame()))
-    return result
+    return exactly(x, shape, frame_location_text(users_frame()))
 
 
 def assume_true(condition: Any) -> None:

@@ -74,7 +74,7 @@ def with_concrete_values() -> Iterator[None]:
 def _storage_for_values(clone: Any, x: Tensor) -> torch.UntypedStorage:
     """``clone`` of the storage of ``x``, uninitialised if ``x`` has no values yet (inputs)."""
     try:
-        return clone(x)  # type: ignore[no-any-return]
+        return clone(x)
     except AssertionError:
         return torch.UntypedStorage(x.untyped_storage().nbytes(), device=x.device)
 
@@ -149,8 +149,7 @@ def _stale_storages(tensor: Tensor) -> dict[int, Tensor]:
     """Storage id → stale value, kept alive so that the id is not reused."""
     if not isinstance(tensor, FakeTensor):
         return {}
-    found: dict[int, Tensor] = tensor.fake_mode.__dict__.setdefault("_autoshard_outdated", {})
-    return found
+    return tensor.fake_mode.__dict__.setdefault("_autoshard_outdated", {})
 
 
 def _draws_random(func: Any) -> bool:

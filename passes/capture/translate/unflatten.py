@@ -372,8 +372,7 @@ class _RowAnalysis:
 
 
 def _rename_reads(node: Node, names: Mapping[str, str]) -> Node:
-    found: Node = map_refs(node, lambda ref: Ref(names.get(ref.name, ref.name)))
-    return found
+    return map_refs(node, lambda ref: Ref(names.get(ref.name, ref.name)))
 
 
 def _shift_dims(node: Node, rank: int, more: int) -> Node | None:

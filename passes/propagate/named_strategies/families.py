@@ -55,8 +55,7 @@ class Families:
 
     def of(self, value: str, dim: int) -> Family:
         """The family of a dim; a dim that no operation shards is alone in its own."""
-        found: Family = self._union[value, dim]
-        return found
+        return self._union[value, dim]
 
     def length(self, family: Family) -> int:
         value, dim = family

@@ -77,8 +77,7 @@ def placements_on_axis(sources: Sequence[Layout], given: object, targets: Sequen
         np.array([[isinstance(p, kind) for p in x.placements] for x in side])  # type: ignore[arg-type]
         for side, kind in ((sources, given), (targets, asked))
     )
-    found: BoolArray = has @ wants.T
-    return found
+    return has @ wants.T
 
 
 def gathered_pairs(sources: Sequence[Layout], targets: Sequence[Layout]) -> BoolArray:

@@ -68,8 +68,7 @@ def band_of(node: Node) -> Band:
 
 def zigzag_order_ranks(node: Node) -> int:
     """Number of ranks of the zigzag order of an attention's operands; 0: sequential order."""
-    order: int = node.argument("folded", 0)
-    return order
+    return node.argument("folded", 0)
 
 
 def sequence_strategies(node: Node, graph: Graph, queries: int, keys: int) -> tuple[Strategy, ...]:

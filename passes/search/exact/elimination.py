@@ -86,8 +86,7 @@ class Tables:
 
     def at(self, a: int, index: tuple[int | None, ...]) -> Array:
         """The entries along the only axis whose index is None."""
-        row: Array = self.arrays[a][tuple(slice(None) if i is None else i for i in index)]
-        return row
+        return self.arrays[a][tuple(slice(None) if i is None else i for i in index)]
 
     def add(self, a: int, b: int) -> int:
         a, b = min(a, b), max(a, b)
