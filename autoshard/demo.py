@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 import autoshard
 from autoshard import models
@@ -94,7 +95,7 @@ def _tiny_model(out: Path) -> bool:
     return report.ok
 
 
-def _train(model: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> list[float]:
+def _train(model: torch.nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> list[float]:
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     for _ in range(STEPS):
         optimizer.zero_grad()

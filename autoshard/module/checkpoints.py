@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from safetensors import safe_open
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import PlanError
@@ -35,7 +36,7 @@ def full_optimizer_state(sharded: PipelinedModule, optimizer: torch.optim.Optimi
         if name in known:
             entry = mine.get(name, {})
             state[number] = {
-                key: sharded.everywhere(name, form, entry.get(key)).cpu() if isinstance(form, torch.Tensor) else form
+                key: sharded.everywhere(name, form, entry.get(key)).cpu() if isinstance(form, Tensor) else form
                 for key, form in known[name].items()
             }
     numbers = iter(range(sum(map(len, groups))))
@@ -67,7 +68,7 @@ def local_optimizer_state(
 
 def _meta_entry(x: Any) -> Any:
     """A meta tensor for a tensor; anything else unchanged."""
-    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, torch.Tensor) else x
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 
 def _own_names(sharded: PipelinedModule, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -144,7 +145,7 @@ def full_optimizer_state_dict(sharded: ShardedModule, optimizer: torch.optim.Opt
     """
     if isinstance(sharded, PipelinedModule):
         return full_optimizer_state(sharded, optimizer)
-    return pytree.tree_map_only(torch.Tensor, lambda x: sharded._full(x.detach()).cpu(), optimizer.state_dict())
+    return pytree.tree_map_only(Tensor, lambda x: sharded._full(x.detach()).cpu(), optimizer.state_dict())
 
 
 def load_full_optimizer_state_dict(
@@ -169,7 +170,7 @@ def load_full_optimizer_state_dict(
         )
     for parameter, entry in ((p, state["state"].get(number, {})) for number, p in enumerate(parameters)):
         for key, value in entry.items():
-            if not (isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.ndim):
+            if not (isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.ndim):
                 continue
             if value.shape != parameter.shape and not all(p.is_replicate() for p in parameter.placements):
                 raise PlanError(
@@ -190,7 +191,7 @@ def _rank(sharded: Any) -> int:
     return int(sharded._comm.rank)
 
 
-def _entry_shard(file: Any, name: str, sharded: Any, tensor: torch.Tensor) -> torch.Tensor:
+def _entry_shard(file: Any, name: str, sharded: Any, tensor: Tensor) -> Tensor:
     """This rank's shard of a file entry."""
     if not isinstance(tensor, DTensor) or not tensor.ndim:
         return file.get_tensor(name)
@@ -228,9 +229,7 @@ def _entry_files(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _entry_name(
-    name: str, tensor: torch.Tensor, own: Mapping[str, torch.Tensor], files: Mapping[str, Path]
-) -> str | None:
+def _entry_name(name: str, tensor: Tensor, own: Mapping[str, Tensor], files: Mapping[str, Path]) -> str | None:
     """The entry of a tensor in the files: its own name, or that of a tied tensor."""
     if name in files:
         return name

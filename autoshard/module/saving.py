@@ -8,9 +8,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import Tensor
 
 from autoshard.errors import PlanError
 from autoshard.layout import Layout
@@ -20,7 +20,7 @@ from autoshard.passes.ir.graph import Ref
 from autoshard.passes.microbatch import MicroBatches
 from autoshard.passes.pipeline import Stages
 
-TensorsOfRank = Callable[[Executable, int], Mapping[str, torch.Tensor]]
+TensorsOfRank = Callable[[Executable, int], Mapping[str, Tensor]]
 """(program, rank) → original name → tensor that the rank module reads"""
 
 
@@ -74,7 +74,7 @@ def _write_shards(executable: Executable, held: TensorsOfRank, directory: Path, 
         for place, rank in enumerate(row):
             if not alone and rank != dist.get_rank():
                 continue
-            needed: dict[str, torch.Tensor] = {}
+            needed: dict[str, Tensor] = {}
             for part in parts[mine :: len(stages)]:
                 tensors = held(part, place)
                 needed |= {name: tensors[name].cpu().contiguous().clone() for name in part.rank_module().tensor_names}

@@ -12,6 +12,7 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from autoshard.errors import RuleError
 from autoshard.frames import location_text
@@ -357,9 +358,9 @@ class Graph:
     """fqn of a buffer or an input → value written back to it after the forward"""
     clamped: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
     """fqn of a parameter → (min, max) of its in-place clamp before the forward; None: no bound"""
-    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
     """input name → tensor that the trace lifted"""
-    outside: tuple[tuple[torch.Tensor, int], ...] = field(default=(), compare=False, repr=False)
+    outside: tuple[tuple[Tensor, int], ...] = field(default=(), compare=False, repr=False)
     """(tensor, version) that the trace read: constants, and tensors that decided a branch"""
     attached: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     """(fqn, attribute) of tensors whose own attributes the forward read"""

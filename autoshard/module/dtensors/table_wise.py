@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -60,7 +61,7 @@ def patch_loading_of_state_dicts() -> None:
     states._broadcast_state_dict = cut(states._broadcast_state_dict)
 
 
-def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
+def as_dtensor(local: Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
     """This rank's shard of a tensor of global ``shape``; non-owners pass zero rows."""
     if layout.owner or layout.grouped:
         patch_loading_of_state_dicts()
@@ -91,9 +92,9 @@ def _owner_placements(layout: Layout) -> tuple[Any, ...]:
     return tuple(layout.replace(dict.fromkeys(layout.owner, R)).to_torch())
 
 
-def make_tables_contiguous(tensors: Iterable[torch.Tensor]) -> None:
+def make_tables_contiguous(tensors: Iterable[Tensor]) -> None:
     """Make this rank's tables of equal width contiguous in memory, for one grouped look-up."""
-    groups: dict[Any, list[torch.Tensor]] = {}
+    groups: dict[Any, list[Tensor]] = {}
     for x in tensors:
         if is_owned(x) and (local := local_shard(x)).ndim == 2 and len(local):
             groups.setdefault((local.dtype, local.shape[1]), []).append(local)
@@ -104,7 +105,7 @@ def make_tables_contiguous(tensors: Iterable[torch.Tensor]) -> None:
                 x.data = part
 
 
-def owner_device_type(x: torch.Tensor) -> str:
+def owner_device_type(x: Tensor) -> str:
     """Device type of the owners' data; torch puts the empty tensors of other ranks on the CPU."""
     return str(x.device_mesh.device_type) if isinstance(x, DTensor) and is_owned(x) else x.device.type
 
@@ -119,7 +120,7 @@ def dtensor_layout(mesh: Mesh, device_mesh: DeviceMesh, x: DTensor) -> Layout:
     return Layout.from_torch(mesh, x.placements).replace(owner)
 
 
-def has_layout(layout: Layout, mesh: DeviceMesh, x: torch.Tensor) -> bool:
+def has_layout(layout: Layout, mesh: DeviceMesh, x: Tensor) -> bool:
     """Whether ``x`` is a DTensor in this layout."""
     if not isinstance(x, DTensor):
         return False
@@ -127,7 +128,7 @@ def has_layout(layout: Layout, mesh: DeviceMesh, x: torch.Tensor) -> bool:
     return owner == layout.owner and x.placements == _owner_placements(layout)
 
 
-def gather_owned(local: torch.Tensor, shape: Sequence[int], owner: Sequence[str], comm: Communicator) -> torch.Tensor:
+def gather_owned(local: Tensor, shape: Sequence[int], owner: Sequence[str], comm: Communicator) -> Tensor:
     """The full tensor of ``shape`` from its owner along the axes ``owner``. Collective."""
     move = Move("P", "I", comm.active(tuple(owner)))
     with torch.no_grad(), bind(comm):

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoshard.module.programs.executable import Executable
 from autoshard.passes.ir.graph import Ref
@@ -88,17 +89,17 @@ def pipeline_form(executable: Executable, rank: int, lengths: BindLengths = tupl
     return StageForm(staged.schedule, 1 if micro is None else micro.count, tuple(sent), loss, draws)
 
 
-OutputsAndWrites = tuple[list[Any], dict[str, torch.Tensor]]
-RunOneStage = Callable[[Executable, list[torch.Tensor]], OutputsAndWrites]
+OutputsAndWrites = tuple[list[Any], dict[str, Tensor]]
+RunOneStage = Callable[[Executable, list[Tensor]], OutputsAndWrites]
 
 
-def run_stages_in_order(executable: Executable, inputs: list[torch.Tensor], run: RunOneStage) -> OutputsAndWrites:
+def run_stages_in_order(executable: Executable, inputs: list[Tensor], run: RunOneStage) -> OutputsAndWrites:
     """Outputs of all stages and mutated states. ``inputs``: in the full program's order."""
     pipeline = executable.compiled.pipeline
     assert pipeline is not None
     values = dict(zip(executable.compiled.source.inputs, inputs, strict=True))
     outputs = [None if isinstance(out, Ref) else out for out in executable.graph.outputs]
-    written: dict[str, torch.Tensor] = {}
+    written: dict[str, Tensor] = {}
     for stage, part in zip(pipeline.each, executable.parts, strict=True):
         found, mutated = run(part, [values[name] for name in part.compiled.source.inputs])
         values.update(zip(stage.sent, found, strict=False))

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx.experimental import proxy_tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -68,9 +68,7 @@ def decompose_under_autocast(mode: Any, op: Any, args: Any, kwargs: Any) -> Any:
     ):
         narrow = state[0][1]
         with mode:
-            return op(
-                *tree_map_only(torch.Tensor, lambda x: x.to(narrow) if x.dtype == torch.float else x, args), **kwargs
-            )
+            return op(*tree_map_only(Tensor, lambda x: x.to(narrow) if x.dtype == torch.float else x, args), **kwargs)
     if state and op in AUTOCAST_DECOMPOSED:
         with mode:
             return op.decompose(*args, **kwargs)
@@ -151,7 +149,7 @@ def _cast_floating(tree: Any, dtype: torch.dtype | None) -> Any:
     """``tree`` with floating tensors cast to ``dtype``."""
     if dtype is None:
         return tree
-    return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
 
 
 def annotate_stored_dtypes(
