@@ -126,7 +126,7 @@ def _rule_checked_on_use(new: Rule, samples: Sequence[Sample], done: Iterable[Ha
     checked, hopeless = set(done), set[Hashable]()
 
     def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-        has_gradient = any(graph.types[name].grad for name in node.outputs)
+        has_gradient = graph.is_differentiable(node)
         every = new.strategies(node, graph)
         found = {s: checked_case(node, graph, s, has_gradient) for s in every if s.label not in ("I", "R")}
         if not checked.union(hopeless).issuperset(found.values()):

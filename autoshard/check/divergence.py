@@ -255,7 +255,7 @@ def _first_wrong_value(graph: Graph, one: _ReferenceValues, parts: _RankValues, 
 def _first_wrong_gradient(graph: Graph, one: _ReferenceValues, parts: _RankValues, rtol: float) -> str | None:
     """The first value, in backward order, whose gradient differs: gradients of its users agree."""
     rounding = max((largest_magnitude(g) * torch.finfo(g.dtype).eps for g in one.gradients.values()), default=0.0)
-    fqns = {i.name: i.fqn for i in graph.inputs}
+    fqns = graph.fqns
     for name in _backward_order(graph):
         if name not in parts.gradients or not isinstance(one.values.get(name), Tensor):
             continue
@@ -282,7 +282,7 @@ def _backward_order(graph: Graph) -> Iterator[str]:
     for number in reversed(range(len(graph.nodes))):
         node = graph.nodes[number]
         yield from node.outputs
-        earlier = {name for before in graph.nodes[:number] for name in (*before.inputs, *before.outputs)}
+        earlier = {name for before in graph.nodes[:number] for name in before.values}
         yield from (name for name in dict.fromkeys(node.inputs) if name not in earlier)
 
 
@@ -357,7 +357,7 @@ def graph_inputs(
 ) -> NamedTensors:
     """Full tensors for inputs of ``graph``: from ``model`` and, if ``inputs``, from arguments."""
     tensors = parameters_of(model) | dict(model.named_buffers(remove_duplicate=False))
-    found = {i.name: tensors[i.fqn] for i in graph.inputs if i.kind in ("parameter", "buffer")}
+    found = {i.name: tensors[i.fqn] for i in graph.of_kind("parameter", "buffer")}
     if inputs:
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
         found |= {n: x for n, x in zip(graph.flat_inputs, leaves, strict=True) if n is not None}
@@ -368,7 +368,7 @@ def graph_inputs(
 def run_program(program: Program, inputs: Mapping[str, Tensor], index: int, count: int) -> list[dict[str, Tensor]]:
     """Run ``program`` on simulated ranks for one micro-batch: [rank] → local values by name."""
     mesh = program.mesh
-    world = runtime.World(dict(zip(mesh.axes, mesh.shape, strict=True)))
+    world = runtime.World(mesh.sizes)
 
     def rank(number: int) -> dict[str, Tensor]:
         held = {n: shard_of(x, program.layouts[n], number).detach().clone() for n, x in inputs.items()}

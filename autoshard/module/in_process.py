@@ -39,9 +39,7 @@ class InProcessModule(ShardedModule):
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: CompileSettings) -> None:
         super().__init__(model, mesh, settings)
-        object.__setattr__(
-            self, "_world", World(dict(zip(self._program_mesh.axes, self._program_mesh.shape, strict=True)))
-        )
+        object.__setattr__(self, "_world", World(self._program_mesh.sizes))
         object.__setattr__(self, "_rank_modules", {})
         object.__setattr__(self, "_parts", {})
 

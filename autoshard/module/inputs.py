@@ -121,7 +121,7 @@ def _local_input_layout(name: str, mesh: Mesh, hints: Any) -> Layout:
 
 
 def _batch_axes(name: str, mesh: Mesh) -> list[str]:
-    axes = [a for a in mesh.axes if mesh.size_of((a,)) > 1]
+    axes = [a for a in mesh.axes if mesh.size_of(a) > 1]
     found = axes if len(axes) < 2 else [a for a in axes if _BATCH_AXIS.match(a)]
     if not found and axes:
         raise HintError(

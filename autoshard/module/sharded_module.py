@@ -293,7 +293,7 @@ class ShardedModule(CompilingModule):
                 object.__setattr__(self, "_parametrizations", cached)
             own, written = executable.apart(call.leaves)
             if self._original_model.absent:
-                self._original_model.check_present(i.fqn for i in executable.graph.inputs if i.kind == "buffer")
+                self._original_model.check_present(i.fqn for i in executable.graph.of_kind("buffer"))
             autocast = without_autocast() if call.state.autocast else contextlib.nullcontext()
             with executable.tried(self.tensor, written), autocast, torch.set_grad_enabled(recorded):
                 if executable.graph.clamped:

@@ -45,7 +45,7 @@ def tp_plan(plan: Record, axis: str | None = None) -> TpPlan:
 
 
 def _axis(plan: Record, axis: str | None) -> str:
-    axes = [a for a in plan.mesh.axes if plan.mesh.size_of((a,)) > 1]
+    axes = [a for a in plan.mesh.axes if plan.mesh.size_of(a) > 1]
     if axis is None and len(axes) == 1:
         return axes[0]
     wanted = "tp" if axis is None else axis

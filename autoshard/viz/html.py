@@ -65,7 +65,7 @@ class _Payload:
         return {
             "name": name,
             "title": plan.title or "model",
-            "mesh": list(zip(plan.mesh.axes, plan.mesh.shape, strict=True)),
+            "mesh": list(plan.mesh.sizes.items()),
             "setting": setting_text(plan),
             "strategy": strategy_text(plan),
             "summary": list(summary_rows(plan)),

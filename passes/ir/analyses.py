@@ -43,7 +43,7 @@ def cached_per_node(
 
     @wraps(find)
     def found(node: Node, types: Mapping[str, TensorType], /) -> Answer:
-        of = [types[name] for name in (*node.inputs, *node.outputs)]
+        of = [types[name] for name in node.values]
         before, answer = node.known.get(find, ((), None))
         if len(before) != len(of) or not all(map(is_, before, of)):
             answer = find(node, types)

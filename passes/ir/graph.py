@@ -234,6 +234,11 @@ class Node(CallLike):
         return tuple(ref.name for ref in refs((self.args, self.kwargs)))
 
     @property
+    def values(self) -> tuple[str, ...]:
+        """Names of the operands, then of the results."""
+        return (*self.inputs, *self.outputs)
+
+    @property
     def given(self) -> list[tuple[str, Any]]:
         """(name, value) of the arguments that are given, defaults left out."""
         return [*zip(argument_names(self.op), self.args, strict=False), *self.kwargs.items()]
@@ -397,10 +402,14 @@ class Graph:
         """Cache of :func:`~autoshard.passes.ir.analyses.cached_per_graph`."""
         return {}
 
+    def of_kind(self, *kinds: str) -> Iterator[Input]:
+        """The inputs of these kinds: parameter, buffer, input or constant."""
+        return (i for i in self.inputs if i.kind in kinds)
+
     @cached_property
     def parameters(self) -> frozenset[str]:
         """Names of the inputs that are parameters."""
-        return frozenset(i.name for i in self.inputs if i.kind == "parameter")
+        return frozenset(i.name for i in self.of_kind("parameter"))
 
     @cached_property
     def fqns(self) -> dict[str, str]:
@@ -448,6 +457,10 @@ class Graph:
             for name in dict.fromkeys(node.inputs):
                 uses[name].append(node)
         return {name: tuple(nodes) for name, nodes in uses.items()}
+
+    def is_differentiable(self, node: Node) -> bool:
+        """Whether a result of ``node`` requires a gradient."""
+        return any(self.types[name].grad for name in node.outputs)
 
     def shape(self, value: Ref | str) -> tuple[int, ...]:
         """The global shape of a value."""

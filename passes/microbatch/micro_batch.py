@@ -71,7 +71,7 @@ def micro_batched(graph: Graph, count: int, asked: Mapping[str, Placement] | Non
     _check_separable(graph, count)
     loss, others = loss_output(graph, _request_text(count)) if graph.training else (None, {})
     if count == 1:
-        inputs = {i.name: (i.name, None) for i in graph.inputs if i.kind == "input"}
+        inputs = {i.name: (i.name, None) for i in graph.of_kind("input")}
         return graph, MicroBatches(1, inputs, (None,) * len(graph.outputs), loss, others)
     graph, before = slices_as_splits(separable_means(indexing_as_gather(fills_by_size(graph)))), None
     try:
@@ -157,7 +157,7 @@ def micro_batch_counts(
         return [asked]
     if not (graph.training or always) or graph.symbols.read:
         return [1]
-    lengths = [n for i in graph.inputs if i.kind == "input" for n in graph.types[i.name].shape]
+    lengths = [n for i in graph.of_kind("input") for n in graph.types[i.name].shape]
     for prime in sorted({prime for n in lengths if n for prime in sympy.primefactors(n)}):
         try:
             _, micro = micro_batched(graph, prime, cuts)
@@ -180,7 +180,7 @@ def check_lengths(count: int, are_open: bool) -> None:
 
 def _check_separable(graph: Graph, count: int) -> None:
     check_lengths(count, bool(graph.symbols.read))
-    if written := [i.fqn for i in graph.inputs if i.kind == "input" and i.fqn in graph.mutations]:
+    if written := [i.fqn for i in graph.of_kind("input") if i.fqn in graph.mutations]:
         raise PlanError(
             f"{_request_text(count)}: the forward writes to its input {written[0]!r} in "
             "place. Return the new value instead"

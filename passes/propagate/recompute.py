@@ -157,7 +157,7 @@ def _keeps_matrix(node: Node, graph: Graph) -> bool:
     if not _has_flops(node):
         return False
     inside = sum(t.nbytes for t in saved_for_backward(node, graph.types).intermediates)
-    return inside > sum(graph.types[n].nbytes for n in (*node.inputs, *node.outputs))
+    return inside > sum(graph.types[n].nbytes for n in node.values)
 
 
 def _until_product(node: Node, graph: Graph, products: set[str]) -> list[str]:
@@ -213,7 +213,7 @@ def duplicable_nodes(graph: Graph, at_most: float = CHEAP_FLOPS_PER_ELEMENT) -> 
             and not has_effect(node)
             and (node.op.namespace == "aten" or rule_for(node.op) is not None)  # custom operations may draw or write
             and not any(name in fixed for name in node.inputs)
-            and not any(graph.types[o].grad for o in node.outputs)
+            and not graph.is_differentiable(node)
             and node_flops(node, graph) <= at_most * results
         ):
             found.add(node.name)

@@ -195,7 +195,7 @@ class Site:
         """The site with the example's sizes in place of symbolic ones, for costs."""
         if not self.graph.symbols.read:
             return self
-        types = {name: self.graph.types[name].example for name in (*self.node.inputs, *self.node.outputs)}
+        types = {name: self.graph.types[name].example for name in self.node.values}
         return replace(self, graph=replace(self.graph, types=types))
 
     def axes(self, label: str) -> tuple[str, ...]:
@@ -232,7 +232,7 @@ class Site:
     @property
     def grad(self) -> bool:
         """Whether any result requires a gradient."""
-        return any(self.graph.types[name].grad for name in self.node.outputs)
+        return self.graph.is_differentiable(self.node)
 
     def local_sizes(self, layout: Layout, shape: Sequence[int]) -> list[int | Local]:
         """The local sizes of a tensor of global ``shape``; ints for unsharded dims."""

@@ -137,7 +137,7 @@ def with_changed_dtypes(error: CaptureError, programs: Sequence[Executable], lea
     if not programs or len(programs[0].graph.flat_inputs) != len(leaves):
         return error
     graph, before = programs[0].graph, programs[0].inputs
-    fqns = {i.name: i.fqn for i in graph.inputs}
+    fqns = graph.fqns
     changed = []
     for name, leaf in zip(graph.flat_inputs, leaves, strict=True):
         if name is not None and isinstance(leaf, Tensor):

@@ -484,7 +484,7 @@ class CompilingModule(FixedModule):
 
     def _adopt_attributes(self, graph: Graph, layouts: Mapping[str, Layout]) -> None:
         """Adopt plain attributes that the forward writes; they are no constants any more."""
-        buffers = (i.fqn for i in graph.inputs if i.kind == "buffer")
+        buffers = (i.fqn for i in graph.of_kind("buffer"))
         found = self._original_model.released(
             fqn
             for fqn in buffers

@@ -217,7 +217,7 @@ class Executable:
     @cached_property
     def _written(self) -> Mapping[str, str]:
         """Name → fqn of inputs that the forward mutates."""
-        return {i.name: i.fqn for i in self.graph.inputs if i.kind == "input" and i.fqn in self.graph.mutations}
+        return {i.name: i.fqn for i in self.graph.of_kind("input") if i.fqn in self.graph.mutations}
 
     def named(self, leaves: Sequence[Any]) -> dict[str, Tensor]:
         """Tensor arguments by input name of the graph."""

@@ -40,7 +40,7 @@ class ProgramPipeline(Pipeline):
     @cached_property
     def _readers(self) -> dict[str, tuple[int, ...]]:
         graph, each = self.stages.whole, self.stages.each
-        names = [i.name for i in graph.inputs if i.kind == "input"]
+        names = [i.name for i in graph.of_kind("input")]
         return {n: tuple(s.number for s in each if n in s.given and s.reads(n)) for n in names}
 
     @cached_property

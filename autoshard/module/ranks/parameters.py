@@ -428,7 +428,7 @@ def summed_last(program: Program, comm: Communicator) -> tuple[frozenset[str], t
     )
     types = [(program.layouts[n], program.types[n]) for n in names]
     size = sum(math.prod(layout.max_local_shape(t.shape)) * t.dtype.itemsize for layout, t in types)
-    trained = {i.name for i in program.graph.inputs if i.kind == "parameter" and program.types[i.name].grad}
+    trained = {i.name for i in program.graph.of_kind("parameter") if program.types[i.name].grad}
     alone = alone and names | of_experts >= trained
     if (
         len(groups) != 1
@@ -449,7 +449,7 @@ def entering_alone(program: Program) -> frozenset[str]:
     counts = Counter(name for s in program.statements for name in reads(s))
     entering = (s for s in program.statements if s.call.fn == "enter_parameters" and not s.again)
     names = {name for s in entering for name in reads(s) if counts[name] == 1} - program.returned
-    return frozenset(i.fqn for i in program.graph.inputs if i.kind == "parameter" and i.name in names)
+    return frozenset(i.fqn for i in program.graph.of_kind("parameter") if i.name in names)
 
 
 def _rank_shard(full: Tensor, layout: Layout, rank: int) -> Tensor:

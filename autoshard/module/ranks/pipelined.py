@@ -102,7 +102,7 @@ class StageOutputsModule(DistributedModule):
         found = {}
         for number, stage in enumerate(pipeline.stages.each):
             part = pipeline.executable.parts[number]
-            program, inputs = part.compiled.program, {i.fqn: i.name for i in stage.graph.inputs if i.kind == "input"}
+            program, inputs = part.compiled.program, {i.fqn: i.name for i in stage.graph.of_kind("input")}
             for at, (fqn, name) in enumerate(program.mutations.items(), len(program.outputs)):
                 if fqn in inputs and not isinstance(given[inputs[fqn]], StageResidentOutput):
                     own = [results[at] for results in pipeline.made[number]] if number in pipeline.mine else None

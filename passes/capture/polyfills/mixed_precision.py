@@ -79,7 +79,7 @@ def with_shared_casts(graph: Graph) -> Graph:
     """One cast per parameter, like autocast's cache: its gradients sum in low precision."""
     if not any(kept for _, _, kept in autocast_state()):
         return graph
-    parameters = {i.name for i in graph.inputs if i.kind == "parameter" and graph.types[i.name].dtype == torch.float}
+    parameters = {i.name for i in graph.of_kind("parameter") if graph.types[i.name].dtype == torch.float}
     first: dict[tuple[str, str], str] = {}
 
     def shared(build: NodeBuilder, node: Node) -> bool:
@@ -159,7 +159,7 @@ def annotate_stored_dtypes(
     if precision is None:
         return graph
     types = dict(graph.types)
-    for value in (i for i in graph.inputs if i.kind == "parameter" and types[i.name].dtype.is_floating_point):
+    for value in (i for i in graph.of_kind("parameter") if types[i.name].dtype.is_floating_point):
         type_ = types[value.name]
         stored, summed = stored_dtypes[value.fqn], precision.reduce
         types[value.name] = replace(

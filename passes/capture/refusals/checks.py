@@ -102,7 +102,7 @@ def check_dtypes(graph: Graph) -> None:
             continue
         dtypes = dict.fromkeys(graph.types[name].dtype for name in node.inputs)
         if len(dtypes) > 1 and any(d.is_floating_point for d in dtypes):
-            given = [f"{i.fqn!r} {graph.types[i.name].dtype}" for i in graph.inputs if i.kind == "input"]
+            given = [f"{i.fqn!r} {graph.types[i.name].dtype}" for i in graph.of_kind("input")]
             raise CaptureError(
                 f"{node.fqn or 'the model'} ({node.source}): {node.op} needs operands of one dtype and gets "
                 f"{' and '.join(map(str, dtypes))}; the inputs are {', '.join(given)}. Convert one of them."

@@ -111,7 +111,7 @@ def _view_chain_of(node: Node, views: dict[str, _ViewChain], graph: Graph) -> _V
     """The chain of views that ends with ``node``; None where ``node`` cannot be part of one."""
     if len(node.inputs) != 1 or (node.op is aten.clone.default and not graph.returned.isdisjoint(node.outputs)):
         return None
-    types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
+    types = [graph.types[name] for name in node.values]
     if any(t.unknown or 0 in t.shape for t in types):
         return None
     (operand,) = node.inputs
@@ -252,7 +252,7 @@ class _RowAnalysis:
         """The leading dims that reshape ``node`` merges into one."""
         if node.op is not aten.reshape.default or len(node.inputs) != 1:
             return None
-        before, after = (self.graph.types[name] for name in (*node.inputs, *node.outputs))
+        before, after = (self.graph.types[name] for name in node.values)
         if before.unknown or not after.shape:
             return None
         same = len(before.shape) - len(after.shape) + 1
@@ -273,7 +273,7 @@ class _RowAnalysis:
     def _apart(self, node: Node, lead: LeadingDims) -> Node | None:
         """``node`` on unflattened rows, if it works row by row; else None."""
         graph, rows = self.graph, math.prod(lead)
-        types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
+        types = [graph.types[name] for name in node.values]
         made = [graph.types[name] for name in node.outputs]
         if node.order or not made or any(t.unknown for t in types):
             return None
@@ -327,7 +327,7 @@ class _RowAnalysis:
         return found
 
     def _shared(self, node: Node) -> Iterator[str]:
-        return (name for name in (*node.inputs, *node.outputs) if name in self.leading_dims)
+        return (name for name in node.values if name in self.leading_dims)
 
     def written(self, wanted: set[str]) -> Graph:
         """The graph with ``wanted`` nodes on unflattened rows; the others read them flattened."""

@@ -156,7 +156,7 @@ def _report_missed(missed: list[str], patterns: Mapping[str, Any], graph: Graph)
     """Warn about patterns without match; raise :class:`PlanError` if no pattern matches."""
     if not missed:
         return
-    known = [*modules_of(graph), *(i.fqn for i in graph.inputs if i.kind == "parameter")]
+    known = [*modules_of(graph), *(i.fqn for i in graph.of_kind("parameter"))]
     near = difflib.get_close_matches(missed[0], known, n=3, cutoff=0.3)
     text = f"like: {missed[0]!r} matches no module and no parameter. Nearest: {', '.join(near or known[:3])}"
     if len(missed) == len(patterns):

@@ -112,7 +112,7 @@ def synchronization_skew(graph: Graph, mesh: Mesh) -> SkewSeconds:
         products += node_flops(node, graph) > 0
         key = node_signature(node, graph.types)
         if key not in seconds:
-            names = (*node.inputs, *node.outputs)
+            names = node.values
             choice = (unsharded_strategies(len(node.inputs), len(node.outputs))[0],) * mesh.ndim
             placed = [(R,) * mesh.ndim] * len(names)
             seconds[key] = node_seconds(node, graph, mesh, choice, placed).step

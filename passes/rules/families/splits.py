@@ -143,13 +143,13 @@ def _segment_view(node: Node, graph: Graph) -> Strategy:
 
 def segment_strategies(found: Sequence[Strategy], node: Node, graph: Graph) -> Iterator[Strategy]:
     """Variants of ``found`` that shard fused dims segment by segment."""
-    types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
+    types = [graph.types[name] for name in node.values]
     if types and types[0].parts and view_segments(node, graph) == types[0].parts:
         yield _segment_view(node, graph)
     if node.op not in _SEGMENT_OPS or not any(t.parts for t in types):
         return
     for strategy in found:
-        placed = list(zip((*strategy.inputs, *strategy.outputs), types, strict=True))
+        placed = list(zip(strategy.placements, types, strict=True))
         cut = placed[: len(node.inputs)] if node.op in SPLIT_OPS else placed
         found_parts = {(t.parts[1] if t.parts and t.parts[0] == p.dim else ()) for p, t in cut if isinstance(p, Shard)}
         if strategy.divides and len(found_parts) == 1 and (parts := found_parts.pop()):
