@@ -419,7 +419,7 @@ def _replicated_rows(plan: Record) -> Iterator[tuple[str, int, Choice, float]]:
         if not c.has_rule:
             groups.setdefault((c.op, layer_glob(c.fqn), c.source), []).append(c)
     for (op, _, _), found in groups.items():
-        yield op, len(found), found[0], sum((c.seconds * (1 - 1 / plan.mesh.size)) for c in found)
+        yield op, len(found), found[0], sum(c.seconds * (1 - 1 / plan.mesh.size) for c in found)
 
 
 def _without_rule_table(plan: Record) -> TextTable:

@@ -96,7 +96,7 @@ def _zero_stages(blocks: Iterable[Sequence[Statement]], program: Program) -> dic
     zero = dict(program.assignment.zero)
     for block in blocks:
         gathered = sorted(
-            (s for s in block if (_bucket_call(s, program) == "gather_parameters")),
+            (s for s in block if _bucket_call(s, program) == "gather_parameters"),
             key=lambda s: _statement_bytes(s, program),
         )
         leads = {s.call.args[-1]: s.value for s in gathered if not _is_vector(s, program)}

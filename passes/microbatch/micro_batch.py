@@ -334,7 +334,7 @@ class _MicroBatchBuilder:
         """The name under which a reader gets a value."""
         if self._is_input(name):
             return self._input(name, use.dim if isinstance(use, Shard) else None)
-        if self._is_shared(name, use):
+        if use == P and self._is_whole(name):
             return self.shares[name]
         return self.parts[name, use.dim] if isinstance(use, Shard) and self._is_whole(name) else name
 
@@ -351,13 +351,9 @@ class _MicroBatchBuilder:
         node = replace(reader, name=made, op=PART_OF_BATCH, args=args, kwargs={})
         yield replace(node, outputs=(made,), output_slots=(0,))
 
-    def _is_shared(self, name: str, use: Placement) -> bool:
-        """Whether an undivided value is read as a partial sum."""
-        return use == P and self._is_whole(name)
-
     def _share(self, name: str, use: Placement, reader: Node) -> Iterator[Node]:
         """Divide a value that depends on no input by the count: the shares sum to it."""
-        if not self._is_shared(name, use) or name in self.shares:
+        if not (use == P and self._is_whole(name)) or name in self.shares:
             return
         self.shares[name] = self._fresh(f"{name}_share")
         self.types[self.shares[name]] = self.graph.types[name]

@@ -143,7 +143,7 @@ def _checkpoint_states(graph: Graph, module: Mapping[str, str]) -> dict[str, int
 def _selective_states(graph: Graph) -> dict[str, int]:
     """Attention matrices and what leads to them from products; else elementwise operations."""
     found = {node.name: 2 for node in graph.nodes if _keeps_matrix(node, graph)}
-    products = {n.name for n in graph.nodes if (_has_flops(n) and graph.parameters.isdisjoint(n.inputs))}
+    products = {n.name for n in graph.nodes if _has_flops(n) and graph.parameters.isdisjoint(n.inputs)}
     for node in graph.nodes:  # from a product of activations to the next one
         if node.name in products and (between := _until_product(node, graph, products)):
             found.update(dict.fromkeys((node.name, *between), 2))

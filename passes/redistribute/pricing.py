@@ -276,7 +276,7 @@ def _move_rate(
 ) -> tuple[float, float]:
     """(seconds, seconds per byte) of one move: α-β per collective, traffic per local copy."""
     link = mesh.link([mesh.axes[a] for a in group])
-    fixed, rate = (1e-3 * mesh.hardware.kernel_latency + 1e-24), 0.0
+    fixed, rate = 1e-3 * mesh.hardware.kernel_latency + 1e-24, 0.0
     for kind, width, sent in ((forward, 1.0, _rated_kind(forward, scalar)), (backward, back, backward)):
         volume = graph.volume(kind, group, order) / graph.ranks
         if sent is not None and volume:

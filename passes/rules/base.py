@@ -115,12 +115,8 @@ def _can_be_summed(node: Node, graph: Graph, group: tuple[int, ...]) -> bool:
     outs = [graph.types[name].dtype for name in node.outputs]
     if not ins or not SUMMABLE_DTYPES.issuperset(ins + outs):
         return False
-    fractional = any(_is_fractional(d) for d in ins)
-    return not fractional or all(_is_fractional(d) for d in outs)
-
-
-def _is_fractional(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+    fractional = any(d.is_floating_point or d.is_complex for d in ins)
+    return not fractional or all(d.is_floating_point or d.is_complex for d in outs)
 
 
 # Building blocks of rules.

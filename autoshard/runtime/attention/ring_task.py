@@ -7,7 +7,7 @@ them. The forward and the backward are per-rank coroutines
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -268,7 +268,7 @@ def ring_forward(
         if len(job.swapped) > 1:
             query, key, value = folding()
     result, own, level = MergedRows(job, query, value), (key, value), job.level(mask)
-    for stop, following in _with_next_step(job.stops):
+    for stop, following in zip(job.stops, (*job.stops[1:], None), strict=True):
         arrival = None
         if following is not None:
             arrival = yield job.onward(own if following.from_owner else (key, value), stop, following)
@@ -297,7 +297,7 @@ def ring_backward(job: RingTask, gradient: Tensor, saved: Sequence[Any]) -> Rank
     owns: Tensors = ()
     behind: Arrival | None = None
     before = RingStep()
-    for stop, following in _with_next_step(job.stops):
+    for stop, following in zip(job.stops, (*job.stops[1:], None), strict=True):
         arrival = None
         if following is not None:
             arrival = yield job.onward(own if following.from_owner else (key, value), stop, following)
@@ -337,11 +337,6 @@ def _add_returned_gradients(job: RingTask, owns: Tensors, behind: Arrival, stop:
     """Add the gradients of this rank's keys that return from ``stop``."""
     for x, y in zip(owns, behind(), strict=True):
         narrowed_keys(x, job.columns[job.me], job.columns_at(stop, job.me)).add_(y)
-
-
-def _with_next_step(stops: Sequence[RingStep]) -> Iterator[tuple[RingStep, RingStep | None]]:
-    """Every stop with the next one."""
-    return zip(stops, (*stops[1:], None), strict=True)
 
 
 def _concatenated_rows(parts: Sequence[Tensor]) -> Tensor:

@@ -26,15 +26,12 @@ ACCELERATOR_SLICE_FACTOR = 8
 """factor on accelerators, whose kernels need more elements"""
 
 
-def cross_entropy_sums(logits: Tensor, top: Tensor, index: Tensor, share: Tensor | None, smoothed: bool) -> Tensor:
+class _CrossEntropySums(NoneGradFunction):
     """[2 or 3, n, …]: row sums of ``logits`` [n, c, …] - ``top`` [n, 1, …], or of [c] - [1].
 
     They are: sum of exponentials; the entry at ``index`` [n, …], 0 if another rank has it; and if
     ``smoothed`` the sum of all entries, weighted by ``share`` [c] if given."""
-    return _CrossEntropySums.apply(logits, top, index, share, smoothed)
 
-
-class _CrossEntropySums(NoneGradFunction):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, top: Tensor, index: Tensor, share: Tensor | None, smoothed: bool) -> Tensor:
         ctx.save_for_backward(logits, top, index, share)
@@ -56,14 +53,9 @@ class _CrossEntropySums(NoneGradFunction):
         return found, None, None, None, None
 
 
-def sliced_cross_entropy(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
-) -> Tensor:
-    """``F.cross_entropy`` per sample: unsharded logits [n, c, …], class indices [n, …]."""
-    return _SlicedCrossEntropy.apply(logits, target, weight, ignore_index, smoothing)
-
-
 class _SlicedCrossEntropy(NoneGradFunction):
+    """``F.cross_entropy`` per sample: unsharded logits [n, c, …], class indices [n, …]."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -112,7 +104,7 @@ def _row_slices(logits: Tensor) -> Iterator[Any]:
 
 
 def _class_sums(logits: Tensor, top: Tensor, index: Tensor, share: Tensor | None, smoothed: bool) -> Tensor:
-    x, dim = upcast(logits) - top, _class_dim(logits)
+    x, dim = upcast(logits) - top, min(logits.dim() - 1, 1)
     at, here = _local_class_index(index, x.shape[dim])
     picked = x.gather(dim, at).squeeze(dim) if x.shape[dim] else x.sum(dim)
     sums = [x.exp().sum(dim), picked.masked_fill(~here, 0)]
@@ -123,7 +115,7 @@ def _class_sums(logits: Tensor, top: Tensor, index: Tensor, share: Tensor | None
 
 def _logit_gradient(logits: Tensor, top: Tensor, index: Tensor, share: Tensor | None, gradient: Tensor) -> Tensor:
     """Gradient of ``logits``, given those of the sums [2 or 3, n, …]."""
-    dim = _class_dim(logits)
+    dim = min(logits.dim() - 1, 1)
     exponentials, picked, *rest = (g.unsqueeze(dim) for g in gradient)
     found = (upcast(logits) - top).exp_().mul_(exponentials)
     if found.shape[dim]:
@@ -133,11 +125,6 @@ def _logit_gradient(logits: Tensor, top: Tensor, index: Tensor, share: Tensor | 
     if rest:
         found += rest[0] if share is None else rest[0] * broadcast_along(share, dim, found.dim())
     return found
-
-
-def _class_dim(logits: Tensor) -> int:
-    """The dim of the classes."""
-    return min(logits.dim() - 1, 1)
 
 
 def _local_class_index(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -197,7 +184,7 @@ def cross_entropy(
         if class_axes:
             loss = _vocab_parallel_loss(logits, target, *options, classes, class_axes)
         else:
-            loss = sliced_cross_entropy(logits, target, *options)
+            loss = _SlicedCrossEntropy.apply(logits, target, *options)
         loss = loss if reduction == "none" else loss.sum()
     else:
         summed = "none" if reduction == "none" else "sum"
@@ -257,7 +244,7 @@ def _vocab_parallel_loss(
         exponentials, total, dot = reduce_statistic(sums, axes).unbind()
         return exponentials.log() * total - dot
     check_range(target, classes, ignored=ignore_index)
-    sums = cross_entropy_sums(logits, top, target - start, share, bool(smoothing))
+    sums = _CrossEntropySums.apply(logits, top, target - start, share, bool(smoothing))
     exponentials, picked, *rest = reduce_statistic(sums, axes).unbind()
     log_sum = exponentials.log()
     valid = target != ignore_index

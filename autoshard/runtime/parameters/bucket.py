@@ -266,7 +266,7 @@ class FlatBucket(Bucket):
         with profiled(self.comm, moves[0], phase, len(moves) if self.listed else 1):
             if verb == "all_reduce":
                 buffer, moved = self._flat(xs, dtype)
-                return buffer, self._all_reduce(buffer, moves[0].axes), moved
+                return buffer, self.comm.all_reduce(self.comm.beside(moves[0].axes), buffer), moved
             if (one := self._as_one(moves, xs)) is not None:
                 buffer, work, moved = self._brought([_shifted_dims(moves[0])], [one], dtype)
                 return buffer, work, list(moved[0].unbind())
@@ -302,7 +302,7 @@ class FlatBucket(Bucket):
             record_bucket(self.comm, [self.last_move] * len(parts), parts, "backward")
             self.comm.during(self.last_move, "backward")
             with profiled(self.comm, self.last_move, "backward", len(parts)):
-                return self._all_reduce(buffer, self.replicas)
+                return self.comm.all_reduce(self.comm.beside(self.replicas), buffer)
 
         return begin
 
@@ -319,9 +319,6 @@ class FlatBucket(Bucket):
         buffer, parts = self.comm.buffer(xs[0], shapes, dtype)
         torch.cat([x.reshape(-1) for x in xs], out=buffer)
         return buffer, parts
-
-    def _all_reduce(self, buffer: Tensor, axes: tuple[str, ...]) -> Any:
-        return self.comm.all_reduce(self.comm.beside(axes), buffer)
 
     def _begin_gather(self, moves: list[Move], xs: list[Tensor], dtype: torch.dtype) -> Callable[[], list[Tensor]]:
         group = self.comm.beside(moves[0].axes)

@@ -73,7 +73,7 @@ def packed_flat(pieces: Sequence[Tensor]) -> Tensor:
 
 def float_order_keys(x: Tensor, op: str) -> Tensor:
     """Order-preserving integers of ``x``: float reductions of backends may lose a NaN."""
-    x = x.to(_promoted_dtype(x.dtype))
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     integer = torch.int64 if x.dtype == torch.float64 else torch.int32
     limits = torch.iinfo(integer)
     return _flip_negative_bits(x.view(integer)).masked_fill(x.isnan(), limits.max if op == "max" else limits.min)
@@ -81,17 +81,12 @@ def float_order_keys(x: Tensor, op: str) -> Tensor:
 
 def floats_of_keys(keys: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of :func:`float_order_keys`, in ``dtype``."""
-    return _flip_negative_bits(keys).view(_promoted_dtype(dtype)).to(dtype)
+    return _flip_negative_bits(keys).view(torch.promote_types(dtype, torch.float32)).to(dtype)
 
 
 def _flip_negative_bits(bits: Tensor) -> Tensor:
     """Make negative floats' bits increase with their value. Its own inverse."""
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
-
-
-def _promoted_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Float32 or wider: dtypes with integers of their size on every backend."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 MIN_POOLED_BYTES = 1 << 20
@@ -139,13 +134,13 @@ class BufferPool:
 
         ``call``: the number of the current call."""
         if not is_pooled(like, shapes, dtype):
-            buffer = like.new_empty(_total_elements(shapes), dtype=dtype)
+            buffer = like.new_empty(sum(map(torch.Size.numel, shapes)), dtype=dtype)
             return buffer, buffer_views(buffer, shapes)
         kept = self._kept.setdefault((shapes, dtype), deque())
         found = next((i for i, x in enumerate(kept) if x.is_free), None)
         if found is None:
             self._forget(call, *self._kept.values())
-            buffer = like.new_empty(_total_elements(shapes), dtype=dtype)
+            buffer = like.new_empty(sum(map(torch.Size.numel, shapes)), dtype=dtype)
             parts = buffer_views(buffer, shapes)
         else:
             buffer, parts, _ = kept[found]
@@ -166,7 +161,7 @@ class BufferPool:
 
 def is_pooled(like: Tensor, shapes: Sequence[torch.Size], dtype: torch.dtype) -> bool:
     """Whether a buffer for ``shapes`` on the device of ``like`` is pooled."""
-    return like.device.type == "cpu" and _total_elements(shapes) * dtype.itemsize >= MIN_POOLED_BYTES
+    return like.device.type == "cpu" and sum(map(torch.Size.numel, shapes)) * dtype.itemsize >= MIN_POOLED_BYTES
 
 
 def buffer_views(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -175,7 +170,3 @@ def buffer_views(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor
     rest = buffer.numel() - sum(sizes)
     parts = torch.split(buffer, [*sizes, rest] if rest else sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
-
-
-def _total_elements(shapes: Sequence[torch.Size]) -> int:
-    return sum(map(torch.Size.numel, shapes))

@@ -173,7 +173,7 @@ def apply_as_op(function: Any, forward: Callable[..., Any], args: Sequence[Any])
         problem = f"does not run on tensors without values ({_user_line_prefix(failed[0])}{type(failed[0]).__name__}: {first})"
     if problem:
         return problem
-    with _with_own_forward(function, forward):
+    with patched([(function, "forward", staticmethod(forward))]):
         made = autograd_ops.function_op(
             autograd_ops.function_path(function), tensors, others, autograd_ops.autocast_as_text()
         )
@@ -203,7 +203,7 @@ def _untraced_trial(function: Any, forward: Callable[..., Any]) -> Iterator[list
     failed: list[Exception] = []
     with (
         unset_fake_temporarily(), disable_proxy_modes_tracing(), torch.DisableTorchFunction(), above_autograd(),
-        torch.enable_grad(), _with_own_forward(function, forward),
+        torch.enable_grad(), patched([(function, "forward", staticmethod(forward))]),
     ):  # fmt: skip
         try:
             yield failed
@@ -216,11 +216,6 @@ def _user_line_prefix(error: Exception) -> str:
     lines = [(f.f_code.co_filename, n) for f, n in frames.traceback_frames(error.__traceback__)]
     own = [frames.location_text(file, n) for file, n in lines if frames.is_users_file(file)]
     return f"{own[-1]}: " if own else ""
-
-
-def _with_own_forward(function: Any, forward: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Restore ``function``'s own ``forward`` inside."""
-    return patched([(function, "forward", staticmethod(forward))])
 
 
 def _torch_apply(function: Any, args: Sequence[Any]) -> Any:

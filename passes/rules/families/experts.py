@@ -158,7 +158,7 @@ def _expert_strategies(node: Node, graph: Graph) -> Space:
     Linear in the routing weights and in the second matrices.
     """
     (*rows, _), _, _, first, _, *biases = graph.shapes(node.inputs)
-    named = tuple(_label_of_dim("rows", d) for d in range(len(rows)))
+    named = tuple(f"rows {d}" if d else "rows" for d in range(len(rows)))
     row: Dims = (*named, None)
     of_first: Dims = ("experts", "hidden", None)
     of_second: Dims = ("experts", "columns", "hidden")
@@ -204,14 +204,10 @@ def _hidden_size(node: Node, graph: Graph) -> int:
     return graph.shapes(node.inputs)[4][1 if node.argument("transposed") else 2]
 
 
-def _label_of_dim(label: str, dim: int) -> str:
-    return f"{label} {dim}" if dim else label
-
-
 def _dispatch_strategy(dim: int, rows: int, experts: int, operands: int) -> Strategy:
     """All-to-all dispatch. ``work``: with fewer experts than ranks some ranks are idle."""
     inputs = (Shard(dim),) * 3 + (Shard(0),) * (operands - 3)
-    label, work = _label_of_dim(DISPATCH, dim), ("experts", experts)
+    label, work = (f"{DISPATCH} {dim}" if dim else DISPATCH), ("experts", experts)
     return Strategy(label, inputs, (Shard(dim),), rows, divides=True, joins="none", work=work)
 
 

@@ -47,7 +47,7 @@ def _local_last_dims(site: Site) -> LocalCall:
     node, axes = site.node, _normalised_axes(site)
     if not axes:
         return site.unchanged()
-    names = ("input", "normalized_shape", "weight", *(() if ("rms" in str(node.op)) else ("bias",)), "eps")
+    names = ("input", "normalized_shape", "weight", *(() if "rms" in str(node.op) else ("bias",)), "eps")
     return LocalCall(node.op._opname, (*map(node.argument, names), axes_argument(axes)), {})
 
 
