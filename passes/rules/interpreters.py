@@ -8,7 +8,7 @@ mode sees every temporary tensor, a recording communicator what ranks send.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autoshard import runtime
 from autoshard.aten import aten, result_list
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs, map_tree
+from autoshard.passes.ir.graph import Graph, Ref, map_refs, map_tree
 from autoshard.passes.ir.program import InternalCollective, Local, LocalCall, Offset
 from autoshard.passes.rules.facts import makes_tensor
 from autoshard.runtime.transport.communicator import Communicator, bind
@@ -30,20 +30,13 @@ from autoshard.runtime.transport.rank_coroutines import Arrival, Collective, Hop
 from autoshard.torch_private.dispatch import TorchDispatchMode, storage_id
 from autoshard.torch_private.fake import suggest_memory_format
 
-NodeObserver = Callable[[Node, tuple[Tensor, ...]], None]
 
-
-def interpret(
-    graph: Graph,
-    inputs: Mapping[str, Tensor],
-    observe: NodeObserver | None = None,
-    device: torch.device | None = None,
-) -> dict[str, Any]:
+def interpret(graph: Graph, inputs: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Any]:
     """All values of ``graph`` by name, computed with the real ops and recorded by autograd.
 
     ``inputs``: one tensor per entry of ``graph.inputs`` (constants are optional); set
-    ``requires_grad`` yourself. ``observe(node, results)`` is called after each node. Buffers are
-    not written back: new values are in ``graph.mutations``. Raises KeyError for a missing input.
+    ``requires_grad`` yourself. Buffers are not written back: new values are in ``graph.mutations``.
+    Raises KeyError for a missing input.
     """
     values: dict[str, Any] = dict(graph.constants)
     values.update({i.name: inputs[i.name] for i in graph.inputs if i.kind != "constant" or i.name in inputs})
@@ -57,15 +50,11 @@ def interpret(
             kwargs.setdefault("device", device)
         results = result_list(node.op(*args, **kwargs))
         values.update({name: results[slot] for name, slot in zip(node.outputs, node.output_slots, strict=True)})
-        if observe is not None:
-            observe(node, tuple(values[name] for name in node.outputs))
     return values
 
 
 def model_outputs(graph: Graph, values: Mapping[str, Any]) -> Any:
     """The model's output object, rebuilt from the values of :func:`interpret`."""
-    import torch.utils._pytree as pytree
-
     flat = [map_refs(out, lambda ref: values[ref.name]) for out in graph.outputs]
     return pytree.tree_unflatten(flat[: graph.out_spec.num_leaves], graph.out_spec)
 
