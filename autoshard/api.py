@@ -43,7 +43,7 @@ from autoshard.module.ranks.distributed import DistributedModule
 from autoshard.module.ranks.pipelined import PipelinedModule
 from autoshard.module.sharded_module import ShardedModule
 from autoshard.passes.capture.exported.symbolic_shapes import Dynamic, with_static_fallback
-from autoshard.passes.microbatch import check_lengths, parse_micro_batches
+from autoshard.passes.microbatch import AUTO, check_lengths, parse_micro_batches
 from autoshard.passes.propagate.named_strategies import expand_tp_plan
 from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.options import CompileOptions, KnownLayouts
@@ -183,22 +183,13 @@ def compile(  # noqa: A001  the public name
     asked = copy_containers((like, hints, recompute, dynamic, inputs, profile))
     like, hints, recompute, dynamic, inputs, profile = asked
     resolved = Mesh.of(mesh)
-    scheduled: dict[str, Any] = {"micro_batches": micro_batches, "recompute": recompute, "like": like}
-    scheduled |= {"stages": stages, "schedule": schedule, "stages_per_rank": stages_per_rank}
-    scheduled = _as_configured(scheduled, resolved, (example_args, example_kwargs))
+    named: dict[str, Any] = {"plan": plan, "hints": hints, "memory_budget": memory_budget, "optimizer": optimizer}
+    named |= {"recompute": recompute, "strict": strict, "objective": objective, "profile": profile, "like": like}
+    named |= {"stages": stages, "schedule": schedule, "stages_per_rank": stages_per_rank}
     opts = _make_compile_options(
-        model,
-        mixed_precision,
-        hints=hints,
-        memory_budget=memory_budget,
-        optimizer=optimizer,
-        strict=strict,
-        plan=plan,
-        **scheduled,
-        objective=objective,
-        profile=profile,
+        model, mixed_precision, micro_batches, mesh=resolved, example=(example_args, example_kwargs), **named
     )
-    others = {"plan": plan, "stages": opts.stages, "micro_batches": scheduled["micro_batches"] != 1}
+    others = {"plan": plan, "stages": opts.stages, "micro_batches": opts.micro_batches != 1}
     check_asked(objective, profile, model.training if training is None else training, others)
     check_stages(resolved, opts)
     parts = check_parts(model, parts)
@@ -213,9 +204,19 @@ def compile(  # noqa: A001  the public name
 
 
 def _make_compile_options(
-    model: nn.Module, mixed_precision: Any = None, micro_batches: int | str = 1, **asked: Any
+    model: nn.Module,
+    mixed_precision: Any = None,
+    micro_batches: int | str = 1,
+    *,
+    mesh: Mesh | None = None,
+    example: Any = (),
+    **asked: Any,
 ) -> CompileOptions:
-    asked |= {"micro_batches": parse_micro_batches(micro_batches)}
+    """The options, on ``mesh`` with what a configuration given as ``like`` says of an ``example``."""
+    asked |= {"micro_batches": micro_batches}
+    if mesh is not None:
+        asked = _as_configured(asked, mesh, example)
+    asked |= {"micro_batches": parse_micro_batches(asked["micro_batches"])}
     asked |= {"mixed_precision": precision_of(mixed_precision)}
     return CompileOptions(type(model).__name__, **asked).as_planned()
 
@@ -335,43 +336,32 @@ def plan(
     example = with_batch_size(batch, tuple(example_args), dict(example_kwargs or {}))
     if devices is not None and (found := read_configuration(like)) is not None:
         mesh, devices = found.mesh(devices, hardware), None
-    scheduled: dict[str, Any] = {"micro_batches": micro_batches, "recompute": recompute, "like": like}
-    scheduled |= {"stages": stages, "schedule": schedule, "stages_per_rank": stages_per_rank}
-    if mesh is not None:
-        scheduled = _as_configured(scheduled, Mesh.of(mesh, hardware), example)
-    micro_batches, stages = scheduled["micro_batches"], scheduled["stages"]
-    others = {"stages": stages, "micro_batches": micro_batches != 1, "dynamic": dynamic, "inputs": inputs != "global"}
+    named: dict[str, Any] = {"hints": hints, "memory_budget": memory_budget, "optimizer": optimizer, "strict": strict}
+    named |= {"recompute": recompute, "objective": objective, "profile": profile, "like": like}
+    named |= {"stages": stages, "schedule": schedule, "stages_per_rank": stages_per_rank}
+    known = None if mesh is None else Mesh.of(mesh, hardware)
+    opts = _make_compile_options(model, mixed_precision, micro_batches, mesh=known, example=example, **named)
+    stages, count = opts.stages, opts.micro_batches
+    others = {"stages": stages, "micro_batches": count != 1, "dynamic": dynamic, "inputs": inputs != "global"}
     check_asked(objective, profile, model.training if training is None else training, others)
-    opts = _make_compile_options(
-        model,
-        mixed_precision,
-        hints=hints,
-        memory_budget=memory_budget,
-        optimizer=optimizer,
-        strict=strict,
-        **scheduled,
-        objective=objective,
-        profile=profile,
-    )
     with limited_time(time_limit):
-        if mesh is not None and not is_serving_asked(opts):
-            resolved = Mesh.of(mesh, hardware)
+        if known is not None and not is_serving_asked(opts):
             return compile_for_mesh(
-                model, resolved, *example, opts, training=training, dynamic=dynamic, inputs=inputs
+                model, known, *example, opts, training=training, dynamic=dynamic, inputs=inputs
             ).plan
         if inputs != "global":
             raise MeshError("local inputs need a mesh: give mesh= instead of devices=")
         opts, kind = replace(opts, like=expand_tp_plan(model, opts.like)), resolve_hardware(hardware)
-        check_schedule(opts, searched=stages is not None or micro_batches == "auto")
+        check_schedule(opts, searched=stages is not None or count == AUTO)
         if is_serving_asked(opts):
             calls = profile_calls(model, *example, opts)
-            if mesh is not None:
-                return serving_plan(calls, search_jointly(calls, Mesh.of(mesh, hardware), opts), opts)
+            if known is not None:
+                return serving_plan(calls, search_jointly(calls, known, opts), opts)
             assert devices is not None
             return served_for(calls, devices, kind, opts)
         assert devices is not None
         recorded = _has_backward(model, example, training)
-        check_lengths(max(1, opts.micro_batches), bool(recorded and dynamic))
+        check_lengths(max(1, count), bool(recorded and dynamic))
         graph = with_static_fallback(
             dynamic,
             lambda lengths: capture_graph(
@@ -380,9 +370,9 @@ def plan(
         )
         if stages not in (None, STAGE_AXIS):
             raise PlanError(f"stages={stages!r}: with devices= the axis of stages is {STAGE_AXIS!r}")
-        batches = opts.micro_batches if opts.micro_batches > 1 else None
-        opts = replace(opts, stages=None, micro_batches=max(1, opts.micro_batches))
-        if stages is None and micro_batches != "auto":
+        batches = count if count > 1 else None
+        opts = replace(opts, stages=None, micro_batches=max(1, count))
+        if stages is None and count != AUTO:
             return planned_for(graph, devices, kind, opts)
         least = 1 if stages is None else 2
         return pipelined_for(graph, devices, kind, opts, batches, least)

@@ -456,7 +456,7 @@ def _compare_command(options: argparse.Namespace) -> int:
         rows["search"] = autoshard.plan(model, **example, **where, **free)
     print(f"{'':32} {'mesh':24} {'step':>10} {'peak':>10}  strategy")
     for name, plan in rows.items():
-        mesh = ",".join(f"{a}={n}" for a, n in zip(plan.mesh.axes, plan.mesh.shape, strict=True))
+        mesh = ",".join(f"{a}={n}" for a, n in plan.mesh.sizes.items())
         step, peak = show_seconds(plan.cost.total_s), show_bytes(plan.cost.memory_bytes)
         count = f", {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
         print(f"{name[-32:]:32} {mesh:24} {step:>10} {peak:>10}  {plan.like or 'search'}{count}")

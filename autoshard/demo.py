@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 import autoshard
 from autoshard import models
@@ -22,8 +23,6 @@ LARGE, LARGE_MESH, LARGE_BATCH, LARGE_LENGTH = "llama:8b", {"dp": 8}, 16, 4096
 TINY, TINY_MESH = "llama", {"tp": 2}
 STEPS = 3
 INPUTS = "inputs.safetensors"
-SOURCE_LINES = 20
-"""lines of a block's source that are printed"""
 
 
 def demo(out: Path) -> int:
@@ -36,8 +35,8 @@ def demo(out: Path) -> int:
     plan, source = _large_plan()
     print_summary(plan)
     block = class_text(source, "Block").splitlines()
-    print(f"\n2  The source of a block that every rank runs: {SOURCE_LINES} of {len(block)} lines")
-    print("\n".join(block_excerpt(block, SOURCE_LINES)))
+    print(f"\n2  The source of a block that every rank runs: 20 of {len(block)} lines")
+    print("\n".join(block_excerpt(block, 20)))
     ok = _tiny_model(out)
     plan.visualize(out / "plan.html")
     (out / "plan.json").write_text(plan.to_json(alternatives=False), encoding="utf-8")
@@ -96,7 +95,7 @@ def _tiny_model(out: Path) -> bool:
     return report.ok
 
 
-def _train(model: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> list[float]:
+def _train(model: torch.nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> list[float]:
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     for _ in range(STEPS):
         optimizer.zero_grad()

@@ -82,6 +82,11 @@ class Mesh:
         return math.prod(self.shape)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Axis → number of ranks along it."""
+        return dict(zip(self.axes, self.shape, strict=True))
+
+    @property
     def ndim(self) -> int:
         """Number of axes."""
         return len(self.axes)

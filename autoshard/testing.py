@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoshard.check.rule_check import (
     SEED,
@@ -79,7 +80,7 @@ def _random_samples(new: Rule) -> list[Sample] | None:
     def length(dim: Dim) -> int:
         return math.prod(lengths.setdefault(factor, 4 + len(lengths) % 4) for factor in dim)
 
-    def tensor(term: Term) -> torch.Tensor:
+    def tensor(term: Term) -> Tensor:
         return torch.randn([length(dim) for dim in term], generator=random, dtype=torch.float64, device="cpu")
 
     args, kwargs = list[Any](), dict[str, Any]()
@@ -125,7 +126,7 @@ def _rule_checked_on_use(new: Rule, samples: Sequence[Sample], done: Iterable[Ha
     checked, hopeless = set(done), set[Hashable]()
 
     def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-        has_gradient = any(graph.types[name].grad for name in node.outputs)
+        has_gradient = graph.is_differentiable(node)
         every = new.strategies(node, graph)
         found = {s: checked_case(node, graph, s, has_gradient) for s in every if s.label not in ("I", "R")}
         if not checked.union(hopeless).issuperset(found.values()):
@@ -185,12 +186,12 @@ def _shortened_shapes(node: Node, graph: Graph, new: Rule, free: Sequence[int]) 
     return [tuple(map(dim, shape, term)) for shape, term in zip(shapes, terms, strict=False)]
 
 
-def _random_operands(types: Sequence[TensorType], shapes: Sequence[tuple[int, ...]], wide: bool) -> list[torch.Tensor]:
+def _random_operands(types: Sequence[TensorType], shapes: Sequence[tuple[int, ...]], wide: bool) -> list[Tensor]:
     """Random tensors, floats in float64 if ``wide``; integers may serve as indices of any dim."""
     random = torch.Generator("cpu").manual_seed(SEED)
     least = min((n for shape in shapes for n in shape if n > 1), default=2)
 
-    def tensor(t: TensorType, shape: tuple[int, ...]) -> torch.Tensor:
+    def tensor(t: TensorType, shape: tuple[int, ...]) -> Tensor:
         if t.dtype.is_floating_point or t.dtype.is_complex:
             dtype = torch.complex128 if t.dtype.is_complex else torch.float64
             return torch.randn(shape, generator=random, dtype=dtype, device="cpu").to(dtype if wide else t.dtype)
@@ -206,4 +207,4 @@ def _sample_operands(node: Node, args: Sequence[Any], kwargs: Mapping[str, Any])
     given = {**dict(zip(argument_names(node.op), args, strict=False)), **kwargs}
     pairs = [(list(refs(value)), given.get(name)) for name, value in node.given]
     found = [x for there, x in pairs for _, x in zip(there, x if isinstance(x, list | tuple) else [x], strict=False)]
-    return [x for x in found if isinstance(x, torch.Tensor)]
+    return [x for x in found if isinstance(x, Tensor)]

@@ -89,5 +89,4 @@ def _to_default_device(inputs: ExampleInputs) -> ExampleInputs:
     device = torch.get_default_device()
     if device.type in ("cpu", "meta"):
         return inputs
-    placed: ExampleInputs = tree_map_only(Tensor, lambda x: x.to(device), inputs)
-    return placed
+    return tree_map_only(Tensor, lambda x: x.to(device), inputs)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
+from torch import Tensor
 
 from autoshard.check.clock import KERNEL_DTYPES, MOST_CALLS, Clock, agreed, lower_quartile, on_this_machine
 from autoshard.check.collective_timing import CollectiveTimes, RankSkew, TimedStep, measured_overlap, stage_host_seconds
@@ -213,10 +214,10 @@ def _visit(
     }
 
 
-def _seconds_keeping_results(clock: Clock, call: Callable[[], torch.Tensor]) -> float:
+def _seconds_keeping_results(clock: Clock, call: Callable[[], Tensor]) -> float:
     """Seconds of a call whose latest results are kept: outputs miss the caches, as in a step."""
     one = call().nbytes
-    kept = deque[torch.Tensor](maxlen=max(1, min(MOST_CALLS, KEPT_BYTES[clock.device.type] // one)))
+    kept = deque[Tensor](maxlen=max(1, min(MOST_CALLS, KEPT_BYTES[clock.device.type] // one)))
     while len(kept) < (kept.maxlen or 0):
         kept.append(call())
     return clock.compute_seconds(lambda: kept.append(call()))
@@ -237,7 +238,7 @@ def _narrow_speed(clock: Clock, n: int) -> float:
     one = torch.randn(width, width, device=clock.device, dtype=dtype)
     weights = itertools.cycle([one, *(one.clone() for _ in range(KEPT_BYTES[clock.device.type] // one.nbytes))])
 
-    def products() -> torch.Tensor:
+    def products() -> Tensor:
         weight = next(weights)
         y = x @ weight.t()
         y @ weight
@@ -261,7 +262,7 @@ def _convolution_speed(clock: Clock, few: int | None = None) -> float:
     return sum(3 * 2.0 * batch * side**2 * 9 * given * made for given, made in pairs) / seconds
 
 
-def _forward_and_backward(layer: torch.nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> None:
+def _forward_and_backward(layer: torch.nn.Module, x: Tensor, gradient: Tensor) -> None:
     torch.autograd.backward(layer(x), gradient)
 
 

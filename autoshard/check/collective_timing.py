@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from autoshard.check.clock import KERNEL_DTYPES, Clock, agreed, lower_quartile, slowest_ranks
 from autoshard.hardware import SMALL_ALL_REDUCE, Rate
@@ -232,7 +233,7 @@ def _hidden_share(clock: Clock, operation: Callable[[], object], one: float, gat
     flat = torch.zeros(-(-size // world), device=clock.device)
     whole = flat.new_empty(world * flat.numel())
 
-    def begin(x: torch.Tensor) -> Any:
+    def begin(x: Tensor) -> Any:
         return all_gather_single(whole, x, async_op=True) if gathers else dist.all_reduce(x, async_op=True)
 
     def move() -> None:
@@ -312,11 +313,11 @@ class _ProductStages:
         self.leaf = torch.zeros((), requires_grad=True)
         self.factor = torch.randn(512, 512)
 
-    def run(self, number: int, index: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def run(self, number: int, index: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
         last = number == dist.get_world_size() - 1
         return [_ProductFunction.apply(received[0] if received else self.leaf, self, () if last else (self.size,))]  # type: ignore[no-untyped-call]
 
-    def compute(self, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    def compute(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         begin = time.thread_time()
         torch.matmul(self.factor, self.factor)
         made = like.new_ones(shape)
@@ -328,10 +329,10 @@ class _ProductFunction(torch.autograd.Function):
     """A tensor of ``shape`` from an input of another shape, at the cost of a product."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, stages: _ProductStages, shape: Sequence[int]) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, stages: _ProductStages, shape: Sequence[int]) -> Tensor:
         ctx.stages, ctx.shape = stages, x.shape
         return stages.compute(x, shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return ctx.stages.compute(gradient, ctx.shape), None, None

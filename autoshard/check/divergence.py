@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard import runtime
 from autoshard.aten import result_list
@@ -35,7 +35,7 @@ from autoshard.passes.rules.interpreters import interpret, model_outputs
 from autoshard.plans.plan import Compiled
 from autoshard.runtime.transport import torch_state
 
-NamedTensors = dict[str, torch.Tensor]
+NamedTensors = dict[str, Tensor]
 
 
 def first_divergence(
@@ -70,7 +70,7 @@ class _ReferenceValues:
 class _RankGradient:
     """Local gradients per rank, in ``layout``; None stands for zeros."""
 
-    parts: Sequence[torch.Tensor | None]
+    parts: Sequence[Tensor | None]
     layout: Layout
 
 
@@ -81,16 +81,14 @@ class _RankValues:
     layouts: dict[str, Layout] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """name → global shape within one of several micro-batches"""
-    values: dict[str, list[list[torch.Tensor]]] = field(default_factory=dict)
+    values: dict[str, list[list[Tensor]]] = field(default_factory=dict)
     """name → [micro-batch][rank]"""
-    ends: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    ends: dict[str, list[Tensor]] = field(default_factory=dict)
     """name of an output → [micro-batch], assembled from its output layout"""
     gradients: dict[str, list[list[_RankGradient]]] = field(default_factory=dict)
     """name → [micro-batch][stage that reads it]"""
 
-    def joined(
-        self, name: str, parts: Sequence[torch.Tensor | None], want: torch.Tensor, layout: Layout
-    ) -> torch.Tensor:
+    def joined(self, name: str, parts: Sequence[Tensor | None], want: Tensor, layout: Layout) -> Tensor:
         """The global tensor from local ``parts`` (None: zeros); ``want``: the unsharded one."""
         shape = self.shapes.get(name, tuple(want.shape))
         dtype = next((x.dtype for x in parts if x is not None), want.dtype)
@@ -109,15 +107,15 @@ def _reference_values(
         torch.manual_seed(0)
         values = interpret(graph, given)
         loss = _output_loss(model_outputs(graph, values)) if graph.training else None
-    tensors = {n: x for n, x in values.items() if isinstance(x, torch.Tensor) and x.requires_grad}
+    tensors = {n: x for n, x in values.items() if isinstance(x, Tensor) and x.requires_grad}
     if loss is None or not loss.requires_grad:
         return _ReferenceValues(values, {})
     gradients = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
     return _ReferenceValues(values, {n: g for n, g in zip(tensors, gradients, strict=True) if g is not None})
 
 
-def _output_loss(output: Any) -> torch.Tensor | None:
-    leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+def _output_loss(output: Any) -> Tensor | None:
+    leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
     return loss_of(output, leaves) if any(x.requires_grad for x in leaves) else None
 
 
@@ -187,7 +185,7 @@ class _MicroBatch:
         if self.number[1] > 1 and not program.types[name].unknown:
             self.parts.shapes[name] = tuple(program.types[name].shape)
 
-    def _loss(self) -> tuple[torch.Tensor | None, NamedTensors]:
+    def _loss(self) -> tuple[Tensor | None, NamedTensors]:
         """The loss, and the stage outputs that it depends on."""
         names = {o.name for o in self.graph.outputs if isinstance(o, Ref)}
         ends = {n: self.values[n].detach().requires_grad_(self.graph.types[n].grad) for n in names}
@@ -257,9 +255,9 @@ def _first_wrong_value(graph: Graph, one: _ReferenceValues, parts: _RankValues, 
 def _first_wrong_gradient(graph: Graph, one: _ReferenceValues, parts: _RankValues, rtol: float) -> str | None:
     """The first value, in backward order, whose gradient differs: gradients of its users agree."""
     rounding = max((largest_magnitude(g) * torch.finfo(g.dtype).eps for g in one.gradients.values()), default=0.0)
-    fqns = {i.name: i.fqn for i in graph.inputs}
+    fqns = graph.fqns
     for name in _backward_order(graph):
-        if name not in parts.gradients or not isinstance(one.values.get(name), torch.Tensor):
+        if name not in parts.gradients or not isinstance(one.values.get(name), Tensor):
             continue
         want = one.gradients.get(name)
         want = torch.zeros_like(one.values[name]) if want is None else want.to_dense() if want.is_sparse else want
@@ -284,13 +282,11 @@ def _backward_order(graph: Graph) -> Iterator[str]:
     for number in reversed(range(len(graph.nodes))):
         node = graph.nodes[number]
         yield from node.outputs
-        earlier = {name for before in graph.nodes[:number] for name in (*before.inputs, *before.outputs)}
+        earlier = {name for before in graph.nodes[:number] for name in before.values}
         yield from (name for name in dict.fromkeys(node.inputs) if name not in earlier)
 
 
-def _micro_batch_mismatch(
-    held: Sequence[torch.Tensor], want: torch.Tensor, rtol: float, floor: float = 0.0
-) -> str | None:
+def _micro_batch_mismatch(held: Sequence[Tensor], want: Tensor, rtol: float, floor: float = 0.0) -> str | None:
     """Error text unless micro-batch values form ``want`` as slices, replicas or summands."""
     shapes = {tuple(x.shape) for x in held}
     if shapes == {tuple(want.shape)}:
@@ -307,7 +303,7 @@ def _micro_batch_mismatch(
     return f"error {error / (largest or 1.0):.2e}"
 
 
-def _absolute_error(got: torch.Tensor, want: torch.Tensor) -> float:
+def _absolute_error(got: Tensor, want: Tensor) -> float:
     if got.shape != want.shape:
         raise ValueError(f"shape {[*got.shape]}, not {[*want.shape]}")
     if want.is_floating_point() or want.is_complex():
@@ -328,15 +324,15 @@ def _capture_mismatch(
     rtol: float,
 ) -> str | None:
     """The first wrongly captured module: its inputs are values of the graph, its result is none."""
-    tensors = [x for x in values.values() if isinstance(x, torch.Tensor)]
+    tensors = [x for x in values.values() if isinstance(x, Tensor)]
     made: list[tuple[str, bool, bool]] = []
 
-    def is_known(x: torch.Tensor) -> bool:
+    def is_known(x: Tensor) -> bool:
         alike = (v for v in tensors if v.shape == x.shape and v.dtype == x.dtype)
         return any(_absolute_error(v, x) <= rtol * largest_magnitude(x) for v in alike)
 
     def all_known(tree: Any) -> bool:
-        return all(is_known(x) for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor))
+        return all(is_known(x) for x in pytree.tree_leaves(tree) if isinstance(x, Tensor))
 
     def note(name: str, given: Any, output: Any) -> None:
         made.append((name, all_known(given), all_known(output)))
@@ -361,7 +357,7 @@ def graph_inputs(
 ) -> NamedTensors:
     """Full tensors for inputs of ``graph``: from ``model`` and, if ``inputs``, from arguments."""
     tensors = parameters_of(model) | dict(model.named_buffers(remove_duplicate=False))
-    found = {i.name: tensors[i.fqn] for i in graph.inputs if i.kind in ("parameter", "buffer")}
+    found = {i.name: tensors[i.fqn] for i in graph.of_kind("parameter", "buffer")}
     if inputs:
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
         found |= {n: x for n, x in zip(graph.flat_inputs, leaves, strict=True) if n is not None}
@@ -369,14 +365,12 @@ def graph_inputs(
     return found | {name: x.to(device) for name, x in graph.constants.items()}
 
 
-def run_program(
-    program: Program, inputs: Mapping[str, torch.Tensor], index: int, count: int
-) -> list[dict[str, torch.Tensor]]:
+def run_program(program: Program, inputs: Mapping[str, Tensor], index: int, count: int) -> list[dict[str, Tensor]]:
     """Run ``program`` on simulated ranks for one micro-batch: [rank] → local values by name."""
     mesh = program.mesh
-    world = runtime.World(dict(zip(mesh.axes, mesh.shape, strict=True)))
+    world = runtime.World(mesh.sizes)
 
-    def rank(number: int) -> dict[str, torch.Tensor]:
+    def rank(number: int) -> dict[str, Tensor]:
         held = {n: shard_of(x, program.layouts[n], number).detach().clone() for n, x in inputs.items()}
         values = {n: x.requires_grad_(inputs[n].requires_grad) for n, x in held.items()}
         world.ranks[number].enter(index, count)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoshard.check.reference import scalar_loss
@@ -130,8 +131,8 @@ def _run_one_step(sharded: ShardedModule, args: Sequence[Any], kwargs: Mapping[s
         loss.backward()
 
 
-def _differentiated_scalar(output: Any) -> torch.Tensor | None:
-    ends = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
+def _differentiated_scalar(output: Any) -> Tensor | None:
+    ends = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     scalar = scalar_loss(output)
     return ends[0].sum() if scalar is None and ends else scalar
 
@@ -140,7 +141,7 @@ def _measured_memory(sharded: ShardedModule, args: Sequence[Any], kwargs: Mappin
     """(saved bytes, peak bytes) of the rank that runs in this thread."""
     for p in sharded.parameters():
         p.grad = None
-    inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     given = {storage_id(_to_local_tensor(x)): x.untyped_storage().nbytes() for x in inputs}
     kept = _SavedBytes(given)
 
@@ -161,7 +162,7 @@ def _measured_memory(sharded: ShardedModule, args: Sequence[Any], kwargs: Mappin
     return float(kept.most), float(alive.peak + sum(given.values()))
 
 
-def _to_local_tensor(x: torch.Tensor) -> torch.Tensor:
+def _to_local_tensor(x: Tensor) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
@@ -172,7 +173,7 @@ class _SavedBytes:
         self.given, self.most = given, 0
         self.found: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def pack(self, x: torch.Tensor) -> torch.Tensor:
+    def pack(self, x: Tensor) -> Tensor:
         """Pack hook of ``saved_tensors_hooks``."""
         storage = x.untyped_storage()
         self.found[storage_id(_to_local_tensor(x))] = StorageWeakRef(storage), storage.nbytes()
@@ -194,7 +195,7 @@ class _LiveBytes(TorchDispatchMode):
         for key in [k for k, (ref, _) in self.found.items() if ref.expired() or k in self.given]:
             del self.found[key]
         for x in pytree.tree_leaves(out):
-            if isinstance(x, torch.Tensor) and storage_id(_to_local_tensor(x)) not in self.given:
+            if isinstance(x, Tensor) and storage_id(_to_local_tensor(x)) not in self.given:
                 storage = _to_local_tensor(x).untyped_storage()
                 alive = StorageWeakRef(storage)
                 self.found[storage_id(_to_local_tensor(x))] = alive, storage.nbytes()

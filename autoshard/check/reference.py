@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autoshard.module.model.original import computed_attributes
@@ -17,14 +17,14 @@ from autoshard.runtime.transport import torch_state
 from autoshard.torch_private.dispatch import TorchDispatchMode
 
 
-def largest_magnitude(t: torch.Tensor) -> float:
+def largest_magnitude(t: Tensor) -> float:
     """Largest finite absolute value; 0 for integers and empty tensors."""
     if not t.numel() or not (t.is_floating_point() or t.is_complex()):
         return 0.0
     return float(torch.nan_to_num(t.detach(), 0.0, 0.0, 0.0).abs().max())
 
 
-def largest_difference(got: torch.Tensor, want: torch.Tensor) -> float:
+def largest_difference(got: Tensor, want: Tensor) -> float:
     """Largest absolute difference; equal infinities and NaN in the same place count as 0."""
     if not want.numel():
         return 0.0
@@ -34,7 +34,7 @@ def largest_difference(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def in_float64(tree: Any) -> Any:
     """``tree`` with its floating-point tensors in float64."""
-    return pytree.tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, tree)
+    return pytree.tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, tree)
 
 
 class SameRandomNumbers(TorchDispatchMode):
@@ -58,11 +58,11 @@ class SameRandomNumbers(TorchDispatchMode):
         drawn = func(*self._narrow(args), **self._narrow(kwargs))
         if func._schema.is_mutable:
             return args[0].copy_(drawn)
-        return pytree.tree_map_only(torch.Tensor, lambda x: x.double() if x.dtype == self.dtype else x, drawn)
+        return pytree.tree_map_only(Tensor, lambda x: x.double() if x.dtype == self.dtype else x, drawn)
 
     def _narrow(self, tree: Any) -> Any:
         def narrow(x: Any) -> Any:
-            if isinstance(x, torch.Tensor) and x.dtype == torch.float64:
+            if isinstance(x, Tensor) and x.dtype == torch.float64:
                 return x.to(self.dtype)
             return self.dtype if x is torch.float64 else x
 
@@ -77,9 +77,9 @@ class _WideUpcasts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.view:  # of the bits
+        if func is Tensor.view:  # of the bits
             return func(*args, **kwargs)
-        func = torch.Tensor.double if func is torch.Tensor.float else func
+        func = Tensor.double if func is Tensor.float else func
         return func(*map(self._wide, args), **{name: self._wide(x) for name, x in kwargs.items()})
 
     def _wide(self, x: Any) -> Any:
@@ -108,15 +108,15 @@ def copied_model(model: nn.Module) -> nn.Module:
 
 def fresh_inputs(tree: Any) -> Any:
     """``tree`` with its tensors copied as leaves that keep ``requires_grad``."""
-    return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), tree)
+    return pytree.tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), tree)
 
 
-def full_tensor_of(x: torch.Tensor) -> torch.Tensor:
+def full_tensor_of(x: Tensor) -> Tensor:
     """The full tensor of a DTensor; a plain tensor as it is."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def loss_of(output: Any, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+def loss_of(output: Any, leaves: Sequence[Tensor]) -> Tensor:
     """:func:`scalar_loss` the output, else the sum of mean squares of its tensors with gradients."""
     scalar = scalar_loss(output)
     if scalar is not None:
@@ -124,8 +124,8 @@ def loss_of(output: Any, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([x.square().mean() for x in leaves if x.is_floating_point() and x.requires_grad]).sum()
 
 
-def scalar_loss(output: Any) -> torch.Tensor | None:
+def scalar_loss(output: Any) -> Tensor | None:
     """The loss of an output: the scalar with gradient named "loss", else the first scalar."""
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    ends = [x for x in (named, *pytree.tree_leaves(output)) if isinstance(x, torch.Tensor)]
+    ends = [x for x in (named, *pytree.tree_leaves(output)) if isinstance(x, Tensor)]
     return next((x for x in ends if x.requires_grad and not x.shape), None)

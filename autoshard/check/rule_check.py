@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Union
 
 import torch
+from torch import Tensor
 
 from autoshard import runtime
 from autoshard.aten import result_list
@@ -32,10 +33,10 @@ from autoshard.runtime.transport import torch_state
 from autoshard.runtime.transport.torch_state import without_autocast
 from autoshard.torch_private.ops import CustomOpDef, OpOverload, OpOverloadPacket
 
-TensorList = list[torch.Tensor]
+TensorList = list[Tensor]
 
 
-def scatter_by_layout(value: torch.Tensor, layout: Layout, random: torch.Generator) -> TensorList:
+def scatter_by_layout(value: Tensor, layout: Layout, random: torch.Generator) -> TensorList:
     """Local tensors of all ranks for ``value`` in ``layout``; Partial axes get random summands."""
     summed = layout.axes_with(Partial)
     count = layout.mesh.size_of(summed) if summed else 1
@@ -48,7 +49,7 @@ def scatter_by_layout(value: torch.Tensor, layout: Layout, random: torch.Generat
     return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
 
-def _slice_of_rank(value: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+def _slice_of_rank(value: Tensor, layout: Layout, rank: int) -> Tensor:
     for d, n in enumerate(value.shape):
         chunks = layout.chunks_of(d, n, rank)
         if chunks != ((0, n),):
@@ -56,7 +57,7 @@ def _slice_of_rank(value: torch.Tensor, layout: Layout, rank: int) -> torch.Tens
     return value
 
 
-def random_summand(like: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+def random_summand(like: Tensor, random: torch.Generator) -> Tensor:
     """Random tensor of the same shape, dtype and device; raises :class:`RuleError` for bool."""
     if like.is_floating_point() or like.is_complex():
         return torch.randn(like.shape, generator=random, dtype=like.dtype, device=random.device).to(like.device)
@@ -65,7 +66,7 @@ def random_summand(like: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     return torch.randint(-9, 10, like.shape, generator=random, device=random.device).to(like)
 
 
-def shards_mismatch(parts: TensorList, layout: Layout, expected: torch.Tensor, tolerance: float) -> str | None:
+def shards_mismatch(parts: TensorList, layout: Layout, expected: Tensor, tolerance: float) -> str | None:
     """Error text if the ranks' shards in ``layout`` do not form ``expected``; None if they do.
 
     ``tolerance`` is relative to the largest element. Replicas are compared each; summands are
@@ -90,13 +91,13 @@ def shards_mismatch(parts: TensorList, layout: Layout, expected: torch.Tensor, t
     return None
 
 
-def _combined_partial(a: torch.Tensor, b: torch.Tensor, layout: Layout, axes: Sequence[str]) -> torch.Tensor:
+def _combined_partial(a: Tensor, b: Tensor, layout: Layout, axes: Sequence[str]) -> Tensor:
     p = layout[axes[0]]
     op = p.op if isinstance(p, Partial) else "sum"
     return a + b if op == "sum" else torch.maximum(a, b) if op == "max" else torch.minimum(a, b)
 
 
-def _deviation_text(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str | None:
+def _deviation_text(found: Tensor, expected: Tensor, tolerance: float) -> str | None:
     if tolerance == float("inf") or not expected.numel():
         return None
     if not (expected.is_floating_point() or expected.is_complex()):
@@ -125,7 +126,7 @@ def run_local_form(rule: Rule, site: Site, held: list[TensorList], world: runtim
     return world.run(one, [(rank,) for rank in range(site.mesh.size)])
 
 
-def evaluate(tree: Any, names: Mapping[str, torch.Tensor], mesh: Mesh, rank: int) -> Any:
+def evaluate(tree: Any, names: Mapping[str, Tensor], mesh: Mesh, rank: int) -> Any:
     """The value of a call, or of any argument of one, on ``rank``; ``names``: its local values."""
 
     def at(item: Any) -> Any:
@@ -173,8 +174,8 @@ class _Example:
     graph: Graph
     operands: TensorList
     results: TensorList
-    cotangents: list[torch.Tensor | None]
-    gradients: list[torch.Tensor | None]
+    cotangents: list[Tensor | None]
+    gradients: list[Tensor | None]
 
 
 def overload(op: Op) -> OpOverload:
@@ -313,7 +314,7 @@ def _run_unsharded(
     operands: TensorList = []
 
     def lift(value: Any, name: str) -> Any:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             differentiable = (
                 with_gradient and name not in constants and (value.is_floating_point() or value.is_complex())
             )
@@ -332,7 +333,7 @@ def _run_unsharded(
         results = _single_rank_results(rule, args, kwargs, names)
     else:
         results = result_list(evaluate(LocalCall(rule.op, args, kwargs), names, Mesh({"x": 1}), 0))
-    slots = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and (wanted is None or i in wanted)]
+    slots = [i for i, r in enumerate(results) if isinstance(r, Tensor) and (wanted is None or i in wanted)]
     outputs = [results[i] for i in slots]
     node, graph = _graph_of_call(rule.op, args, kwargs, operands, outputs, slots)
     random = torch.Generator("cpu").manual_seed(SEED)
@@ -368,12 +369,12 @@ def _graph_of_call(
 
 
 def _single_rank_results(
-    rule: Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Mapping[str, torch.Tensor]
+    rule: Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Mapping[str, Tensor]
 ) -> TensorList:
     """Reference of a random op: its local form on one rank, so that random numbers are equal."""
     operands = list(names.values())
     shapes = result_list(evaluate(LocalCall(rule.op, args, kwargs), names, Mesh({"x": 1}), 0))
-    slots = [i for i, r in enumerate(shapes) if isinstance(r, torch.Tensor)]
+    slots = [i for i, r in enumerate(shapes) if isinstance(r, Tensor)]
     node, graph = _graph_of_call(rule.op, args, kwargs, operands, [shapes[i] for i in slots], slots)
     mesh = Mesh({"x": 1})
     choice = (next(s for s in rule.strategies(node, graph) if s.label == "R"),)
@@ -450,7 +451,7 @@ def _gradient_error(
 ) -> str | None:
     """Error text for the gradient of an operand, assembled by its gradient placement."""
     outputs: TensorList = []
-    cotangents: list[torch.Tensor | None] = []
+    cotangents: list[Tensor | None] = []
     for i, cotangent in enumerate(example.cotangents):
         if cotangent is not None:
             outputs += [row[i] for row in made]
@@ -470,8 +471,8 @@ def _gradient_error(
 
 
 def _leaf_gradients(
-    outputs: TensorList, cotangents: Sequence[torch.Tensor | None], leaves: TensorList
-) -> list[torch.Tensor | None]:
+    outputs: TensorList, cotangents: Sequence[Tensor | None], leaves: TensorList
+) -> list[Tensor | None]:
     """Gradients of the leaves; None for those that require none."""
     pairs = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if g is not None and y.requires_grad]
     wanted = [i for i, x in enumerate(leaves) if x.requires_grad]
@@ -479,7 +480,7 @@ def _leaf_gradients(
         return [None] * len(leaves)
     ys, gs = zip(*pairs, strict=True)
     found = torch.autograd.grad(ys, [leaves[i] for i in wanted], gs, allow_unused=True)
-    by_leaf: list[torch.Tensor | None] = [None] * len(leaves)
+    by_leaf: list[Tensor | None] = [None] * len(leaves)
     for i, g in zip(wanted, found, strict=True):
         by_leaf[i] = torch.zeros_like(leaves[i]) if g is None else g
     return by_leaf

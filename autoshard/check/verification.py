@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard import api
 from autoshard.check.divergence import first_divergence
@@ -279,7 +279,7 @@ class _VerifyRun:
         training = self.sharded.training and any(p.requires_grad for p in self.reference.parameters())
         expected = self._passes(self.reference, number, training, (self.args, self.kwargs))
         given = self._passes(self.sharded, number, training, (self.args, self.kwargs))
-        exact: dict[str, dict[str, torch.Tensor]] = {}
+        exact: dict[str, dict[str, Tensor]] = {}
         if self.exact is not None:
             try:
                 with SameRandomNumbers(self.dtype):
@@ -308,16 +308,16 @@ class _VerifyRun:
 
     def _passes(
         self, module: nn.Module, number: int, training: bool, arguments: tuple[Any, Any]
-    ) -> dict[str, dict[str, torch.Tensor]]:
+    ) -> dict[str, dict[str, Tensor]]:
         """Forward and backward of ``module``: kind of tensor → name → tensor."""
         torch.manual_seed(number)
         module.zero_grad()
         args, kwargs = fresh_inputs(arguments)
         with torch.set_grad_enabled(training):
             out = module(*args, **kwargs)
-            leaves = [full_tensor_of(x) for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+            leaves = [full_tensor_of(x) for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
             loss = loss_of(out, leaves) if training else None
-        left = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        left = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if loss is not None:
             loss.backward()
         if isinstance(module, ShardedModule):
@@ -330,7 +330,7 @@ class _VerifyRun:
             "gradient": gradients,
         }
 
-    def _optimize(self, gradients: Mapping[str, torch.Tensor]) -> None:
+    def _optimize(self, gradients: Mapping[str, Tensor]) -> None:
         """An optimizer step of all modules; ``gradients``: of the unsharded one."""
         sparse = {n for n, g in gradients.items() if g.is_sparse}
         for module in (self.reference, self.sharded, self.exact):
@@ -341,7 +341,7 @@ class _VerifyRun:
             for optimizer in self.optimizers[module]:
                 optimizer.step()
 
-    def _states(self, state: Mapping[str, torch.Tensor], found: dict[str, dict[str, torch.Tensor]]) -> None:
+    def _states(self, state: Mapping[str, Tensor], found: dict[str, dict[str, Tensor]]) -> None:
         """Add buffers and parameters of ``state`` to ``found``."""
         parameters = {n for n, _ in self.reference.named_parameters(remove_duplicate=False)}
         found["buffer"] = {n: t for n, t in state.items() if n not in parameters}
@@ -351,9 +351,9 @@ class _VerifyRun:
         self,
         kind: str,
         step: int,
-        given: Mapping[str, torch.Tensor],
-        expected: Mapping[str, torch.Tensor],
-        exact: Mapping[str, torch.Tensor],
+        given: Mapping[str, Tensor],
+        expected: Mapping[str, Tensor],
+        exact: Mapping[str, Tensor],
         slack: float,
     ) -> None:
         largest = max((largest_magnitude(t) for t in expected.values()), default=0.0)
@@ -377,14 +377,12 @@ class _VerifyRun:
             self.found.append(made)
 
 
-def _dense_by_name(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _dense_by_name(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Gradients made dense; names of sparse ones get a suffix, so both models must agree on it."""
     return {f"{n}{SPARSE_SUFFIX}" if g.is_sparse else n: g.to_dense() for n, g in gradients.items()}
 
 
-def compare(
-    what: str, kind: str, step: int, given: torch.Tensor, want: torch.Tensor, rtol: float, floor: float
-) -> Comparison:
+def compare(what: str, kind: str, step: int, given: Tensor, want: Tensor, rtol: float, floor: float) -> Comparison:
     """Deviation of ``given`` over ``want``'s largest value; at most ``rtol`` below ``floor``."""
     given, want = given.detach().cpu(), want.detach().cpu()
     if kind in ("gradient", "parameter") and want.is_floating_point():
@@ -401,7 +399,7 @@ def compare(
     return Comparison(what, kind, step, error, rtol, bool(want.isfinite().all()))
 
 
-def relative_error(x: torch.Tensor, truth: torch.Tensor) -> float:
+def relative_error(x: Tensor, truth: Tensor) -> float:
     """Largest difference of ``x`` from its float64 value, relative to the largest value."""
     largest = largest_difference(x.detach().cpu().double(), truth.detach().cpu())
     return largest / (largest_magnitude(truth) or 1.0) if math.isfinite(largest) else math.inf

@@ -192,7 +192,7 @@ def with_joined_axes(assignment: Assignment) -> Assignment:
     every = (*every, *(x for x in assignment.outputs if x is not None))
     for i in range(mesh.ndim - 1):
         outer, inner = mesh.axes[i : i + 2]
-        sizes = {a: n * (mesh.size_of(inner) if a == outer else 1) for a, n in zip(mesh.axes, mesh.shape, strict=True)}
+        sizes = {a: n * (mesh.size_of(inner) if a == outer else 1) for a, n in mesh.sizes.items()}
         joined = Mesh({a: n for a, n in sizes.items() if a != inner}, mesh.hardware)
         alike = all(choice[i] == choice[i + 1] for choice in assignment.choices.values())
         if not alike or not all(_is_one_group(layout, outer, inner) for layout in every):

@@ -302,7 +302,7 @@ class PipelineEstimates:
     ) -> GraphSegment:
         """The piece of operations ``nodes`` with the times and memory of ``plan``."""
         names = {n.name for n in nodes}
-        inputs = {i.name: i.fqn for i in pieces.graph.inputs if i.kind == "parameter"}
+        inputs = {i.name: i.fqn for i in pieces.graph.of_kind("parameter")}
         weights = {inputs[x] for n in nodes if n.name in pieces.states for x in n.inputs if x in inputs}
         sizes = {fqn: local_bytes(plan, fqn) for fqn in inputs.values()}
         own = sum(sizes[w] for w in weights)

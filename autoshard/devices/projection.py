@@ -192,7 +192,7 @@ def _on_more(plan: Plan, axis: str, times: int, factor: float) -> Plan:
 
 
 def _larger(mesh: Mesh, axis: str, times: int) -> Mesh:
-    sizes = zip(mesh.axes, mesh.shape, strict=True)
+    sizes = mesh.sizes.items()
     return Mesh({name: n * times if name == axis else n for name, n in sizes}, mesh.hardware)
 
 

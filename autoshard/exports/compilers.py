@@ -108,8 +108,8 @@ def jax_files(found: Description) -> dict[str, str]:
     activations = {m: _spec(plan.layouts[v], len(plan.shapes[v])) for m, v in outputs.items()}
     text = JAX_HEADER.format(
         title=plan.title or "the model",
-        mesh=" ".join(f"{a}={n}" for a, n in zip(plan.mesh.axes, plan.mesh.shape, strict=True)),
-        axes=json.dumps(dict(zip(plan.mesh.axes, plan.mesh.shape, strict=True))),
+        mesh=" ".join(f"{a}={n}" for a, n in plan.mesh.sizes.items()),
+        axes=json.dumps(plan.mesh.sizes),
         parameters="".join(f"    {json.dumps(n)}: {s},\n" for n, s in parameters.items()),
         activations="".join(f"    {json.dumps(n)}: {s},\n" for n, s in activations.items()),
     )

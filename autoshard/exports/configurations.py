@@ -78,13 +78,11 @@ class Configuration:
         found: dict[str, Any] = {}
         for role, strategy in strategies.items():
             axis, size = _axis_of(role, mesh), self.sizes.get(role, 0 if role == "dp" else 1)
-            if axis is not None and (size == 0 or mesh.size_of((axis,)) == size):
+            if axis is not None and (size == 0 or mesh.size_of(axis) == size):
                 found[axis] = strategy
-            elif size > 1 or (axis is not None and mesh.size_of((axis,)) > 1):
+            elif size > 1 or (axis is not None and mesh.size_of(axis) > 1):
                 has = (
-                    f"axis {axis!r} has {mesh.size_of((axis,))} ranks"
-                    if axis
-                    else f"no axis has a name such as {role!r}"
+                    f"axis {axis!r} has {mesh.size_of(axis)} ranks" if axis else f"no axis has a name such as {role!r}"
                 )
                 raise PlanError(
                     f"{self.source}: {role} has {max(size, 1)} ranks, but in the mesh ({mesh}) {has}. Give {_axes_text(self)}"
@@ -100,7 +98,7 @@ class Configuration:
             asked["stages"] = _axis_of("pp", mesh)
         else:
             asked = {n: x for n, x in asked.items() if n not in ("schedule", "stages_per_rank")}
-        ranks = math.prod(mesh.size_of((a,)) for r in ("replica", "dp", "ep") if (a := _axis_of(r, mesh)))
+        ranks = math.prod(mesh.size_of(a) for r in ("replica", "dp", "ep") if (a := _axis_of(r, mesh)))
         counted = max(1, rows // (self.rows_per_rank * ranks)) if self.rows_per_rank else 1
         if (count := self.accumulation or counted) > 1:
             asked["micro_batches"] = count

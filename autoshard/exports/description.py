@@ -72,7 +72,7 @@ class Description:
     def roles(self) -> dict[str, str]:
         """Mesh axis → dp, cp, tp, ep, pp or idle; axes of one rank are left out."""
         mesh = self.plan.mesh
-        return {a: self._role(a) for a, n in zip(mesh.axes, mesh.shape, strict=True) if n > 1}
+        return {a: self._role(a) for a, n in mesh.sizes.items() if n > 1}
 
     def _role(self, axis: str) -> str:
         plan, at = self.plan, self.plan.mesh.index(axis)
@@ -112,7 +112,7 @@ class Description:
 
     def size(self, role: str) -> int:
         """Ranks along the axes of a role."""
-        return math.prod(self.plan.mesh.size_of((a,)) for a in self.axes(role))
+        return math.prod(self.plan.mesh.size_of(a) for a in self.axes(role))
 
     @cached_property
     def parameters(self) -> dict[str, Mapping[str, Placement]]:
@@ -145,7 +145,7 @@ class Description:
     @property
     def replicas(self) -> int:
         """Ranks along data-parallel axes that hold the same parameters."""
-        return math.prod(self.plan.mesh.size_of((a,)) for a in self.axes("dp") if a not in self.fsdp_axes)
+        return math.prod(self.plan.mesh.size_of(a) for a in self.axes("dp") if a not in self.fsdp_axes)
 
     @property
     def shards(self) -> int:
@@ -312,7 +312,7 @@ class Description:
     def _axis_features(self) -> Iterator[tuple[str, str]]:
         plan, mesh = self.plan, self.plan.mesh
         for axis, role in self.roles.items():
-            ranks = f"axis {axis!r} ({mesh.size_of((axis,))} ranks)"
+            ranks = f"axis {axis!r} ({mesh.size_of(axis)} ranks)"
             if role == "idle":
                 yield "idle", f"{ranks} divides no product: its ranks repeat the same work"
             elif role == "cp":

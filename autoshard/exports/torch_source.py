@@ -165,7 +165,7 @@ def torch_files(found: Description) -> dict[str, str]:
     uses.setdefault("torch.distributed.device_mesh", []).append("init_device_mesh")
     text = HEADER.format(
         title=found.plan.title or "The model",
-        mesh=", ".join(f"{a}={n}" for a, n in zip(found.plan.mesh.axes, found.plan.mesh.shape, strict=True)),
+        mesh=", ".join(f"{a}={n}" for a, n in found.plan.mesh.sizes.items()),
         notes="".join(f"{note}\n" for note in notes),
         imports=_imports(uses, "\n".join((recompute, pipe, *body))),
         axes=repr(dict(zip(names, sizes, strict=True))).replace("'", '"'),

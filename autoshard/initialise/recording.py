@@ -124,10 +124,6 @@ class Recording:
                     break
         return sorted({i for i, _ in seen})
 
-    def needed_by(self, i: int) -> list[int]:
-        """Op ``i`` and the ops that its inputs depend on."""
-        return [*self.needed(self.ops[i].reads, before=i), i]
-
     def run(self, indices: Iterable[int], states: Mapping[int, Tensor]) -> Storages:
         """Run ops on new storages; a random op i draws from the generator state ``states[i]``."""
         storages: Storages = {}
@@ -186,7 +182,7 @@ class Recording:
                 continue
             states[i] = torch.get_rng_state()
             if i not in due:
-                self.run(self.needed_by(i), states)
+                self.run([*self.needed(self.ops[i].reads, before=i), i], states)
             for storage in due.get(i, ()):
                 real = self.run(slices[storage], states)
                 after = torch.get_rng_state()

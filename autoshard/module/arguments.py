@@ -94,4 +94,4 @@ def copy_containers(given: CopyableT) -> CopyableT:
         found = {name: copy_containers(value) for name, value in found.items()}
     elif type(found) is tuple:
         found = tuple(map(copy_containers, found))
-    return found  # type: ignore[no-any-return]
+    return found

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from safetensors import safe_open
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import PlanError
@@ -35,7 +36,7 @@ def full_optimizer_state(sharded: PipelinedModule, optimizer: torch.optim.Optimi
         if name in known:
             entry = mine.get(name, {})
             state[number] = {
-                key: sharded.everywhere(name, form, entry.get(key)).cpu() if isinstance(form, torch.Tensor) else form
+                key: sharded.everywhere(name, form, entry.get(key)).cpu() if isinstance(form, Tensor) else form
                 for key, form in known[name].items()
             }
     numbers = iter(range(sum(map(len, groups))))
@@ -67,7 +68,7 @@ def local_optimizer_state(
 
 def _meta_entry(x: Any) -> Any:
     """A meta tensor for a tensor; anything else unchanged."""
-    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, torch.Tensor) else x
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 
 def _own_names(sharded: PipelinedModule, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -115,7 +116,7 @@ def load_safetensors(sharded: ShardedModule, folder: str | os.PathLike[str]) -> 
             shape, kind = entry.get_shape(), entry.get_dtype()
         if shape != list(tensor.shape):
             raise PlanError(f"entry {name!r} in {folder} has shape {shape}, but the model has {list(tensor.shape)}")
-        if _is_float(kind) != tensor.is_floating_point() or kind.startswith("C") != tensor.is_complex():
+        if kind.startswith(("F", "BF")) != tensor.is_floating_point() or kind.startswith("C") != tensor.is_complex():
             raise PlanError(
                 f"entry {name!r} in {folder} has dtype {kind}, but the model has {tensor.dtype}, and loading "
                 "does not convert between them. Convert the entry first, for example by dequantising it."
@@ -128,11 +129,6 @@ def load_safetensors(sharded: ShardedModule, folder: str | os.PathLike[str]) -> 
                 with _open_safetensors(files[names[name]]) as file:  # type: ignore[index]
                     part = _entry_shard(file, str(names[name]), sharded, tensor)
                 local_shard(tensor).copy_(part)
-
-
-def _is_float(kind: str) -> bool:
-    """Whether a dtype name of safetensors is floating point."""
-    return kind.startswith(("F", "BF"))
 
 
 @contextlib.contextmanager
@@ -149,10 +145,7 @@ def full_optimizer_state_dict(sharded: ShardedModule, optimizer: torch.optim.Opt
     """
     if isinstance(sharded, PipelinedModule):
         return full_optimizer_state(sharded, optimizer)
-    state: dict[str, Any] = pytree.tree_map_only(
-        torch.Tensor, lambda x: sharded._full(x.detach()).cpu(), optimizer.state_dict()
-    )
-    return state
+    return pytree.tree_map_only(Tensor, lambda x: sharded._full(x.detach()).cpu(), optimizer.state_dict())
 
 
 def load_full_optimizer_state_dict(
@@ -177,7 +170,7 @@ def load_full_optimizer_state_dict(
         )
     for parameter, entry in ((p, state["state"].get(number, {})) for number, p in enumerate(parameters)):
         for key, value in entry.items():
-            if not (isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.ndim):
+            if not (isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.ndim):
                 continue
             if value.shape != parameter.shape and not all(p.is_replicate() for p in parameter.placements):
                 raise PlanError(
@@ -198,17 +191,15 @@ def _rank(sharded: Any) -> int:
     return int(sharded._comm.rank)
 
 
-def _entry_shard(file: Any, name: str, sharded: Any, tensor: torch.Tensor) -> torch.Tensor:
+def _entry_shard(file: Any, name: str, sharded: Any, tensor: Tensor) -> Tensor:
     """This rank's shard of a file entry."""
     if not isinstance(tensor, DTensor) or not tensor.ndim:
-        whole: torch.Tensor = file.get_tensor(name)
-        return whole
+        return file.get_tensor(name)
     layout = dtensor_layout(sharded._program_mesh, sharded.device_mesh, tensor)
     if layout.grouped:
         return shard_of(file.get_tensor(name), layout, _rank(sharded))
     chunks = (layout.chunk_of(dim, size, _rank(sharded)) for dim, size in enumerate(tensor.shape))
-    part: torch.Tensor = file.get_slice(name)[tuple(slice(start, start + n) for start, n in chunks)]
-    return part
+    return file.get_slice(name)[tuple(slice(start, start + n) for start, n in chunks)]
 
 
 def _entry_files(folder: Path) -> dict[str, Path]:
@@ -238,9 +229,7 @@ def _entry_files(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _entry_name(
-    name: str, tensor: torch.Tensor, own: Mapping[str, torch.Tensor], files: Mapping[str, Path]
-) -> str | None:
+def _entry_name(name: str, tensor: Tensor, own: Mapping[str, Tensor], files: Mapping[str, Path]) -> str | None:
     """The entry of a tensor in the files: its own name, or that of a tied tensor."""
     if name in files:
         return name

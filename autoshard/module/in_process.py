@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
@@ -34,14 +34,12 @@ class InProcessModule(ShardedModule):
 
     _world: World
     _rank_modules: dict[int, list[Any]]
-    _parts: dict[Any, tuple[torch.Tensor, Any, tuple[torch.Tensor, ...]]]
+    _parts: dict[Any, tuple[Tensor, Any, tuple[Tensor, ...]]]
     """program without backward, name → (full tensor, its address and strides, shards by rank)"""
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: CompileSettings) -> None:
         super().__init__(model, mesh, settings)
-        object.__setattr__(
-            self, "_world", World(dict(zip(self._program_mesh.axes, self._program_mesh.shape, strict=True)))
-        )
+        object.__setattr__(self, "_world", World(self._program_mesh.sizes))
         object.__setattr__(self, "_rank_modules", {})
         object.__setattr__(self, "_parts", {})
 
@@ -62,10 +60,10 @@ class InProcessModule(ShardedModule):
         """See :meth:`ShardedModule.rank_modules`."""
         return [modules[0] for modules in self._rank_modules.values()]
 
-    def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
+    def _parameter(self, p: nn.Parameter, layout: Layout, initial: Tensor | None) -> nn.Parameter:
         return nn.Parameter(_materialised_copy(p, initial), requires_grad=p.requires_grad)
 
-    def _buffer(self, b: torch.Tensor, layout: Layout | None, initial: torch.Tensor | None) -> torch.Tensor:
+    def _buffer(self, b: Tensor, layout: Layout | None, initial: Tensor | None) -> Tensor:
         return _materialised_copy(b, initial)
 
     def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputLayouts:
@@ -84,13 +82,10 @@ class InProcessModule(ShardedModule):
         return tuple(map(comes_in, leaves, asked))
 
     def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        plain: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
-            CachedShards, CachedShards.whole, (tuple(args), dict(kwargs))
-        )
-        return plain
+        return pytree.tree_map_only(CachedShards, CachedShards.whole, (tuple(args), dict(kwargs)))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would see the ranks of one thread only
-    def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    def _run(self, executable: Executable, inputs: list[Tensor]) -> tuple[list[Any], dict[str, Tensor]]:
         program = executable.compiled.program
         world = self._world
         key = id(executable)
@@ -104,7 +99,7 @@ class InProcessModule(ShardedModule):
         names = executable.compiled.source.inputs
         written = {name for fqn, name in program.graph.states.items() if fqn in program.in_place}
         arguments = [
-            writable_shards(_full_if_cached(x), program.layouts[n])
+            writable_shards(x.whole() if isinstance(x, CachedShards) else x, program.layouts[n])
             if n in written
             else self._input_shards(x, program.layouts[n])
             for n, x in zip(names, inputs, strict=True)
@@ -143,9 +138,9 @@ class InProcessModule(ShardedModule):
         for comm in self._world.ranks:
             comm.enter(index, count)
 
-    def _tensors(self, executable: Executable) -> dict[str, tuple[torch.Tensor, ...]]:
+    def _tensors(self, executable: Executable) -> dict[str, tuple[Tensor, ...]]:
         """Original name → local shards by rank."""
-        found: dict[str, tuple[torch.Tensor, ...]] = {}
+        found: dict[str, tuple[Tensor, ...]] = {}
         for value in executable.graph.inputs:
             if value.kind == "input":
                 continue
@@ -160,7 +155,7 @@ class InProcessModule(ShardedModule):
                 found[value.fqn] = self._seen((id(executable), value.fqn), self.tensor(value.fqn), layout)
         return found
 
-    def _seen(self, key: Any, full: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
+    def _seen(self, key: Any, full: Tensor, layout: Layout) -> tuple[Tensor, ...]:
         """Shards of a read-only tensor: cached views; copies of segment-wise sharded dims."""
         known, lie = self._parts.get(key), (full.data_ptr(), full.stride())
         if known is None or known[0] is not full or known[1] != lie:
@@ -170,12 +165,12 @@ class InProcessModule(ShardedModule):
             known = self._parts[key] = full, lie, parts
         return known[2]
 
-    def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
+    def local_tensors(self, executable: Executable, rank: int) -> dict[str, Tensor]:
         """See :meth:`ShardedModule.local_tensors`."""
         with torch.no_grad():
             return {name: parts[rank].detach() for name, parts in self._tensors(executable).items()}
 
-    def _input_shards(self, x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
+    def _input_shards(self, x: Tensor, layout: Layout) -> tuple[Tensor, ...]:
         """A global input by rank: sharded, or replicated with the full gradient on each."""
         if isinstance(x, CachedShards):
             return x.parts_in(layout)
@@ -184,12 +179,8 @@ class InProcessModule(ShardedModule):
         return (x,) * self._program_mesh.size
 
 
-def _materialised_copy(tensor: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
+def _materialised_copy(tensor: Tensor, initial: Tensor | None) -> Tensor:
     """A copy of the data; a meta tensor becomes its initial value, or zeros to be loaded."""
     if not tensor.is_meta:
         return tensor.detach().clone()
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if initial is None else initial.detach().clone()
-
-
-def _full_if_cached(x: torch.Tensor) -> torch.Tensor:
-    return x.whole() if isinstance(x, CachedShards) else x

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard.errors import CaptureError, HintError
 from autoshard.layout import Layout, Shard
@@ -53,17 +53,16 @@ def with_batch_size(
         return args, kwargs
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise HintError(f"batch={batch!r}: a number of rows is an int of at least 1")
-    rows = next((x.shape[0] for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.ndim), 0)
+    rows = next((x.shape[0] for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim), 0)
     if not rows:
         raise HintError(f"batch={batch}: no example input has rows to repeat")
 
-    def repeated(x: torch.Tensor) -> torch.Tensor:
+    def repeated(x: Tensor) -> Tensor:
         if not x.ndim or x.shape[0] != rows:
             return x
         return x.detach()[torch.arange(batch, device=x.device) % rows].requires_grad_(x.requires_grad)
 
-    changed: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(torch.Tensor, repeated, (args, kwargs))
-    return changed
+    return pytree.tree_map_only(Tensor, repeated, (args, kwargs))
 
 
 def local_layouts(
@@ -122,7 +121,7 @@ def _local_input_layout(name: str, mesh: Mesh, hints: Any) -> Layout:
 
 
 def _batch_axes(name: str, mesh: Mesh) -> list[str]:
-    axes = [a for a in mesh.axes if mesh.size_of((a,)) > 1]
+    axes = [a for a in mesh.axes if mesh.size_of(a) > 1]
     found = axes if len(axes) < 2 else [a for a in axes if _BATCH_AXIS.match(a)]
     if not found and axes:
         raise HintError(
@@ -132,7 +131,7 @@ def _batch_axes(name: str, mesh: Mesh) -> list[str]:
     return found
 
 
-def _check_batch_dim(local: Sequence[tuple[str, torch.Tensor]], layouts: Sequence[Layout | None]) -> None:
+def _check_batch_dim(local: Sequence[tuple[str, Tensor]], layouts: Sequence[Layout | None]) -> None:
     """For ``inputs="local"``: check that dim 0 has one length, the batch, in all inputs."""
     cuts = [layout for layout in layouts if layout is not None]
     rows = [(n, x.shape[0]) for (n, x), layout in zip(local, cuts, strict=True) if layout.axes_of(0)]
@@ -160,8 +159,7 @@ def global_examples(
             whole = meta_input(part, global_input_shape(part.shape, layout))
             made = part.repeat(global_input_shape([1] * part.ndim, layout)) if whole is None else whole
             leaves[i] = made.requires_grad_(leaves[i].requires_grad)
-    found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
-    return found
+    return pytree.tree_unflatten(leaves, spec)
 
 
 @contextlib.contextmanager
@@ -192,7 +190,7 @@ _LARGE_INPUT = 1 << 24
 """elements of a local floating-point input (KV cache) above which capture gets no data"""
 
 
-def meta_input(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+def meta_input(like: Tensor, shape: Sequence[int]) -> Tensor | None:
     """A meta tensor for a large floating-point input; None for others: capture gets their data."""
     large = like.is_floating_point() and torch.Size(shape).numel() > _LARGE_INPUT
     return torch.empty(tuple(shape), dtype=like.dtype, device="meta") if large else None

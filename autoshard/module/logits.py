@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
+from torch import Tensor
 
 from autoshard import runtime
 from autoshard.layout import Layout, Replicate, Shard
 from autoshard.module.dtensors.outputs import GatheredOnUse
 from autoshard.torch_private.dispatch import make_wrapper_subclass
 
-GatherShards = Callable[[torch.Tensor, Layout, Sequence[int]], torch.Tensor]
+GatherShards = Callable[[Tensor, Layout, Sequence[int]], Tensor]
 """(local shard, its layout, global shape) → full tensor"""
 
 
@@ -25,7 +26,7 @@ class ShardedLogits(GatheredOnUse):
     gathers the full tensor, of which this tensor and its source then consist: both see writes.
     """
 
-    _own: tuple[torch.Tensor, Layout]
+    _own: tuple[Tensor, Layout]
     """local shard or full tensor, and its layout"""
     _source: tuple[ShardedLogits, Any] | None
     """source and index, if this is a view"""
@@ -34,16 +35,16 @@ class ShardedLogits(GatheredOnUse):
 
     @staticmethod
     def of(
-        part: torch.Tensor, layout: Layout, shape: Sequence[int], comm: runtime.Communicator, gather: GatherShards
-    ) -> torch.Tensor:
+        part: Tensor, layout: Layout, shape: Sequence[int], comm: runtime.Communicator, gather: GatherShards
+    ) -> Tensor:
         """The tensor of this global shape."""
         made = make_wrapper_subclass(ShardedLogits, tuple(shape), dtype=part.dtype, device=part.device)
         made._own, made._source, made._comm, made._gather = (part, layout), None, comm, gather
         return made
 
     def like(
-        self, part: torch.Tensor, shape: Sequence[int] | None = None, layout: Layout | None = None, index: Any = None
-    ) -> torch.Tensor:
+        self, part: Tensor, shape: Sequence[int] | None = None, layout: Layout | None = None, index: Any = None
+    ) -> Tensor:
         """Another tensor in this layout, from its shard; ``index``: of a view."""
         layout = self._layout if layout is None else layout
         made = ShardedLogits.of(part, layout, self.shape if shape is None else shape, self._comm, self._gather)
@@ -51,7 +52,7 @@ class ShardedLogits(GatheredOnUse):
         return made
 
     @property
-    def _part(self) -> torch.Tensor:
+    def _part(self) -> Tensor:
         return self._settled()[0]
 
     @property
@@ -62,13 +63,13 @@ class ShardedLogits(GatheredOnUse):
     def _is_cut(self) -> bool:
         return bool(self._layout.axes_with(Shard))
 
-    def _settled(self) -> tuple[torch.Tensor, Layout]:
+    def _settled(self) -> tuple[Tensor, Layout]:
         if self._source is not None and not self._source[0]._is_cut:
             source, index = self._source
             self._own, self._source = (source._part[index], Layout(source._layout.mesh, {})), None
         return self._own
 
-    def whole(self) -> torch.Tensor:
+    def whole(self) -> Tensor:
         """The plain tensor; writes into it reach this one. Collective."""
         if self._is_cut and self._source is not None:
             self._source[0].whole()
@@ -76,11 +77,11 @@ class ShardedLogits(GatheredOnUse):
             self._own = self._full(*self._own, self.shape), Layout(self._layout.mesh, {})
         return self._part
 
-    def _full(self, part: torch.Tensor, layout: Layout, shape: Sequence[int]) -> torch.Tensor:
+    def _full(self, part: Tensor, layout: Layout, shape: Sequence[int]) -> Tensor:
         with runtime.bind(self._comm):
             return self._gather(part, layout, shape) if layout.axes_with(Shard) else part
 
-    def _rows(self, part: torch.Tensor) -> torch.Tensor:
+    def _rows(self, part: Tensor) -> Tensor:
         """Gather per-row results from the ranks that shard the rows."""
         vocabulary = dict.fromkeys(self._layout.axes_of(self.ndim - 1), Replicate())
         return self._full(part, self._layout.replace(vocabulary), (*self.shape[:-1], *part.shape[self.ndim - 1 :]))
@@ -104,9 +105,7 @@ def gather_logits(tree: Any) -> Any:
 # --- what is done with the parts: None where it cannot be ---
 
 
-def _index_positions(
-    x: ShardedLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> torch.Tensor | None:
+def _index_positions(x: ShardedLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Indexing of unsharded dims."""
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     if not all(isinstance(i, int | slice) for i in index) or len(index) > x.ndim:
@@ -122,14 +121,14 @@ def _index_positions(
 
 def _elementwise_on_logits(
     x: ShardedLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """A pointwise operation with numbers, equally sharded logits, or one number per row."""
     last = x.ndim - 1
     for other in pytree.tree_leaves((args, kwargs)):
         if isinstance(other, ShardedLogits):
             if (other.shape, other._layout) != (x.shape, x._layout):
                 return None
-        elif isinstance(other, torch.Tensor) and other.ndim:
+        elif isinstance(other, Tensor) and other.ndim:
             rows_are_whole = not any(x._layout.axes_of(d) for d in range(last))
             if other.ndim != x.ndim or other.shape[last] != 1 or not rows_are_whole:
                 return None
@@ -138,18 +137,18 @@ def _elementwise_on_logits(
     return x if part is x._part else x.like(part)
 
 
-def _detach_logits(x: ShardedLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+def _detach_logits(x: ShardedLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     return x.like(x._part.detach(), index=...)
 
 
-def _vocab_softmax(x: ShardedLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+def _vocab_softmax(x: ShardedLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     if not _along_last(x, args[:1], kwargs) or len(args) > 1 or not kwargs.keys() <= {"dim", "dtype", "_stacklevel"}:
         return None
     with runtime.bind(x._comm):
         return x.like(runtime.softmax(x._part, x.ndim - 1, x._layout.axes_of(x.ndim - 1), kwargs.get("dtype")))
 
 
-def _vocab_argmax(x: ShardedLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+def _vocab_argmax(x: ShardedLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     if not _along_last(x, args, kwargs):
         return None
     with runtime.bind(x._comm):
@@ -165,9 +164,7 @@ def _vocab_topk(x: ShardedLogits, func: Any, args: Sequence[Any], kwargs: Mappin
     return torch.return_types.topk((x._rows(found[0]), x._rows(found[1])))
 
 
-def _vocab_multinomial(
-    x: ShardedLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> torch.Tensor | None:
+def _vocab_multinomial(x: ShardedLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     given = {**dict(zip(("num_samples",), args, strict=False)), **kwargs}
     if len(args) > 1 or given != {"num_samples": 1}:
         return None
@@ -181,7 +178,7 @@ def _along_last(x: ShardedLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
     return len(dims) == 1 and dims[0] in (-1, x.ndim - 1) and kwargs.keys() <= {"dim", "dtype", "_stacklevel"}
 
 
-_PLAIN_TENSOR = torch.Tensor
+_PLAIN_TENSOR = Tensor
 _VOCAB_PARALLEL_OPS: Mapping[Any, Callable[..., Any]] = {
     _PLAIN_TENSOR.__getitem__: _index_positions,
     **dict.fromkeys(

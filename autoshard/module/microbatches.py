@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +24,7 @@ from autoshard.runtime.transport.autograd import NoneGradFunction
 from autoshard.torch_private.autograd import top_saved_tensors_hooks
 
 OutputLeaves = list[Any]
-RunMicroBatch = Callable[[list[torch.Tensor]], tuple[OutputLeaves, dict[str, torch.Tensor]]]
+RunMicroBatch = Callable[[list[Tensor]], tuple[OutputLeaves, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,14 @@ class MicroBatchRun:
     """tells the ranks (index, count) of the micro-batch"""
     defer: Callable[[bool], bool]
     """sets whether gradients stay summands, as in ``no_sync()``; returns the previous setting"""
-    leaves: Callable[[], AbstractContextManager[list[tuple[torch.Tensor, torch.Tensor]]]]
+    leaves: Callable[[], AbstractContextManager[list[tuple[Tensor, Tensor]]]]
     """pairs (trained parameter, stand-in leaf): the user's ``.grad`` and hooks see nothing"""
-    tensor: Callable[[str], torch.Tensor]
+    tensor: Callable[[str], Tensor]
     """original name → buffer"""
 
     def __call__(
-        self, micro: MicroBatches, inputs: Mapping[str, torch.Tensor], names: Sequence[str]
-    ) -> tuple[OutputLeaves, dict[str, torch.Tensor]]:
+        self, micro: MicroBatches, inputs: Mapping[str, Tensor], names: Sequence[str]
+    ) -> tuple[OutputLeaves, dict[str, Tensor]]:
         """Outputs and mutated states. ``inputs``: global batch; ``names``: of the program.
 
         The loss carries the gradients; its backward scales and delivers them. Other outputs are
@@ -53,7 +54,7 @@ class MicroBatchRun:
         given |= whole_batch_values(micro, given, self.tensor)
         sources = [micro.inputs[name] for name in names]
         made: list[OutputLeaves] = []
-        written: dict[str, torch.Tensor] = {}
+        written: dict[str, Tensor] = {}
         states, before = torch_state.generator_states(), self.defer(True)
         with self.leaves() if micro.loss is not None else nullcontext([]) as pairs, without_checkpoint_hooks():
             wanted = [*pairs, *((x, given[n]) for n, x in inputs.items() if x.requires_grad)]
@@ -66,7 +67,7 @@ class MicroBatchRun:
                     leaves, written = self.run(parts)
                     if micro.loss is not None:
                         leaves[micro.loss].backward(inputs=[leaf for _, leaf in wanted])
-                    made.append([x.detach() if isinstance(x, torch.Tensor) else x for x in leaves])
+                    made.append([x.detach() if isinstance(x, Tensor) else x for x in leaves])
             finally:
                 self.enter(0, 1)
                 self.defer(before)
@@ -83,8 +84,8 @@ def without_checkpoint_hooks() -> AbstractContextManager[Any]:
 
 
 def whole_batch_values(
-    micro: MicroBatches, inputs: Mapping[str, torch.Tensor], tensor: Callable[[str], torch.Tensor]
-) -> dict[str, torch.Tensor]:
+    micro: MicroBatches, inputs: Mapping[str, Tensor], tensor: Callable[[str], Tensor]
+) -> dict[str, Tensor]:
     """Values of the full batch before the first micro-batch. ``tensor``: name → buffer."""
     graph = micro.before
     if graph is None:
@@ -98,7 +99,7 @@ def whole_batch_values(
 
 
 def step_outputs(
-    micro: MicroBatches, made: Sequence[OutputLeaves], wanted: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    micro: MicroBatches, made: Sequence[OutputLeaves], wanted: Sequence[tuple[Tensor, Tensor]]
 ) -> OutputLeaves:
     """The outputs of the step from those of its micro-batches; the loss delivers the gradients.
 
@@ -117,7 +118,7 @@ def step_outputs(
     return outputs
 
 
-def micro_batch_slice(x: torch.Tensor, dim: int | None, index: int, count: int) -> torch.Tensor:
+def micro_batch_slice(x: Tensor, dim: int | None, index: int, count: int) -> Tensor:
     """Slice ``index`` of ``count`` of an input along ``dim``; None: all of it."""
     if dim is None:
         return x
@@ -126,7 +127,7 @@ def micro_batch_slice(x: torch.Tensor, dim: int | None, index: int, count: int) 
 
 
 def _combine_micro_batches(parts: Sequence[Any], how: int | str | None) -> Any:
-    if how is None or not isinstance(parts[0], torch.Tensor):
+    if how is None or not isinstance(parts[0], Tensor):
         return parts[-1]
     if how == "sum":
         return torch.stack([*parts]).sum(0) if not isinstance(parts[0], DTensor) else sum(parts[1:], parts[0])
@@ -147,14 +148,14 @@ class _LossWithGradients(NoneGradFunction):
     """A loss with known gradients; its backward scales them, and frees them unless retained."""
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, gradients: list[Any], *tensors: Any) -> torch.Tensor:
+    def forward(ctx: Any, loss: Tensor, gradients: list[Any], *tensors: Any) -> Tensor:
         ctx.tensors = tensors
         # The loss is saved so that a second backward raises even without gradients.
         ctx.save_for_backward(loss, *gradients)
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, scale: torch.Tensor) -> Any:
+    def backward(ctx: Any, scale: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeMismatchError(
                 "create_graph=True: with micro-batches or stages, gradients have no derivative, because each "
@@ -169,12 +170,12 @@ class _ScalarWithoutGradient(NoneGradFunction):
     """A scalar other than the loss: its backward raises."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, name: str, *tensors: Any) -> torch.Tensor:
+    def forward(ctx: Any, value: Tensor, name: str, *tensors: Any) -> Tensor:
         ctx.name = name
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         raise RuntimeMismatchError(
             f"a gradient of {ctx.name} is asked for, but each micro-batch runs its forward and backward for "
             'one loss. The loss is the output called "loss", else the first scalar. Return the value to '
@@ -182,7 +183,7 @@ class _ScalarWithoutGradient(NoneGradFunction):
         )
 
 
-def _gradient_for(x: Any, gradient: Any, scale: torch.Tensor) -> Any:
+def _gradient_for(x: Any, gradient: Any, scale: Tensor) -> Any:
     """What autograd adds to ``x.grad``."""
     if isinstance(gradient, SparseGradient):
         accumulate_sparse(x, gradient.to_local() * scale, gradient._spec)
@@ -193,7 +194,7 @@ def _gradient_for(x: Any, gradient: Any, scale: torch.Tensor) -> Any:
     return _scale_gradient(gradient, scale)
 
 
-def _scale_gradient(gradient: Any, scale: torch.Tensor) -> Any:
+def _scale_gradient(gradient: Any, scale: Tensor) -> Any:
     if isinstance(gradient, DTensor):
         return dtensor_like(gradient.to_local() * scale, gradient)
     return gradient * scale

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoshard.aten import aten
@@ -25,13 +26,13 @@ from autoshard.runtime.transport.groups import group_of
 from autoshard.runtime.transport.process_group import all_gather_single
 from autoshard.torch_private.ops import foreach_norm
 
-NonFiniteByDevice = dict[torch.device, torch.Tensor]
+NonFiniteByDevice = dict[torch.device, Tensor]
 """device → 1 if a gradient there is not finite"""
 
 
 def clip_grad_norm_(
     sharded: ShardedModule, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-) -> torch.Tensor:
+) -> Tensor:
     """Scale gradients in place to a norm of at most ``max_norm``; returns the prior norm (scalar).
 
     It is the unsharded model's norm, by one collective of one number;
@@ -70,7 +71,7 @@ def _group_of_model(mesh: Any) -> Any:
     return group_of(mesh.mesh.flatten().tolist(), "axes") if mesh in PART_MESHES else None
 
 
-def _total_norm(gradients: Sequence[Any], order: float, like: torch.Tensor, group: Any) -> torch.Tensor:
+def _total_norm(gradients: Sequence[Any], order: float, like: Tensor, group: Any) -> Tensor:
     """The norm of all DTensors in the dtype of ``like``; of replicas only the first counts."""
     mine = []
     for g in gradients:
@@ -88,11 +89,10 @@ def _total_norm(gradients: Sequence[Any], order: float, like: torch.Tensor, grou
     )
     everyone = total.new_empty(dist.get_world_size(group))
     all_gather_single(everyone, total.reshape(1), group=group)  # no all-reduce: the maximum of gloo loses NaN
-    norm: torch.Tensor = torch.linalg.vector_norm(everyone, order)
-    return norm
+    return torch.linalg.vector_norm(everyone, order)
 
 
-def _gradient_values(x: torch.Tensor) -> torch.Tensor:
+def _gradient_values(x: Tensor) -> Tensor:
     """The stored values: of a sparse gradient those of its rows."""
     return x.coalesce().values() if x.is_sparse else x
 
@@ -112,7 +112,7 @@ def patch_grad_scaler() -> None:
 def _agree_on_nonfinite(unscale: Callable[..., NonFiniteByDevice]) -> Callable[..., NonFiniteByDevice]:
     @functools.wraps(unscale)
     def together(
-        scaler: Any, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, found: torch.Tensor, fp16: bool
+        scaler: Any, optimizer: torch.optim.Optimizer, inverse: Tensor, found: Tensor, fp16: bool
     ) -> NonFiniteByDevice:
         by_device = unscale(scaler, optimizer, inverse, found, fp16)
         ours = (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ModuleDTensor))
@@ -131,7 +131,7 @@ def patch_load_state_dict() -> None:
     of: Any = torch.optim.Optimizer
     loaded = of._process_value_according_to_param_policy
 
-    def process(param: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def process(param: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(param, ModuleDTensor) and isinstance(value, DTensor):
             value = ModuleDTensor.of(value)
         elif isinstance(param, ModuleDTensor) and value.ndim:
@@ -143,7 +143,7 @@ def patch_load_state_dict() -> None:
     of._process_value_according_to_param_policy = staticmethod(process)
 
 
-def mark_stage_gradient(p: torch.Tensor) -> None:
+def mark_stage_gradient(p: Tensor) -> None:
     """Mark ``p.grad`` as a stage's gradient; a post-accumulate hook."""
     if type(p.grad) is ModuleDTensor:
         p.grad.__class__ = StageGradient

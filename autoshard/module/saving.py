@@ -8,9 +8,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import Tensor
 
 from autoshard.errors import PlanError
 from autoshard.layout import Layout
@@ -20,7 +20,7 @@ from autoshard.passes.ir.graph import Ref
 from autoshard.passes.microbatch import MicroBatches
 from autoshard.passes.pipeline import Stages
 
-TensorsOfRank = Callable[[Executable, int], Mapping[str, torch.Tensor]]
+TensorsOfRank = Callable[[Executable, int], Mapping[str, Tensor]]
 """(program, rank) → original name → tensor that the rank module reads"""
 
 
@@ -67,14 +67,14 @@ def save_rank_modules(executable: Executable, held: TensorsOfRank, directory: Pa
 
 def _write_shards(executable: Executable, held: TensorsOfRank, directory: Path, alone: bool) -> None:
     """Write the tensors of each rank: of all its stages."""
-    trained = [i.fqn for i in executable.graph.inputs if i.kind == "parameter" and executable.graph.types[i.name].grad]
+    trained = [i.fqn for i in executable.graph.of_kind("parameter") if executable.graph.types[i.name].grad]
     metadata = {"trained": json.dumps(trained), "mutated": json.dumps(list(executable.compiled.source.mutated))}
     parts, stages = executable.parts or (executable,), stage_ranks(executable)
     for mine, row in enumerate(stages):
         for place, rank in enumerate(row):
             if not alone and rank != dist.get_rank():
                 continue
-            needed: dict[str, torch.Tensor] = {}
+            needed: dict[str, Tensor] = {}
             for part in parts[mine :: len(stages)]:
                 tensors = held(part, place)
                 needed |= {name: tensors[name].cpu().contiguous().clone() for name in part.rank_module().tensor_names}

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard.errors import PlanError
 from autoshard.layout import Layout
@@ -117,7 +117,7 @@ def can_compile_first(sharded: CompilingModule) -> bool:
     return not (of_whole or scarce or any(t.is_meta for t in tensors))
 
 
-def compile_encoder_decoder(sharded: Any, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+def compile_encoder_decoder(sharded: Any, inputs: Tensor | None, kwargs: dict[str, Any]) -> None:
     """Compile an encoder–decoder model first, if only the model decides its layouts."""
     config, name = sharded.config, sharded.main_input_name
     given = kwargs.get(name) if inputs is None else inputs
@@ -281,7 +281,7 @@ class ShardedModule(CompilingModule):
         given, spec = flatten_call(args, kwargs)
         call = self._incoming_call(given, spec)
 
-        def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Graph]:
+        def serve(number: int) -> tuple[list[Any], dict[str, Tensor], dict[str, Tensor], Graph]:
             executable, recorded = self._serving(call, number), call.state.recorded
             if self._enables(call, executable):
                 recorded = True
@@ -293,7 +293,7 @@ class ShardedModule(CompilingModule):
                 object.__setattr__(self, "_parametrizations", cached)
             own, written = executable.apart(call.leaves)
             if self._original_model.absent:
-                self._original_model.check_present(i.fqn for i in executable.graph.inputs if i.kind == "buffer")
+                self._original_model.check_present(i.fqn for i in executable.graph.of_kind("buffer"))
             autocast = without_autocast() if call.state.autocast else contextlib.nullcontext()
             with executable.tried(self.tensor, written), autocast, torch.set_grad_enabled(recorded):
                 if executable.graph.clamped:
@@ -335,10 +335,10 @@ class ShardedModule(CompilingModule):
             self._original_model.adopted and LEAF_ARGUMENT_TYPES.issuperset(map(type, leaves)) and is_plain_context()
         ):
             return None
-        if any(isinstance(x, torch.Tensor) and x.is_nested for x in leaves):  # without a shape
+        if any(isinstance(x, Tensor) and x.is_nested for x in leaves):  # without a shape
             return None
         given = [
-            (x.shape, x.dtype, x.requires_grad, x.device, x.layout) if isinstance(x, torch.Tensor) else constant_key(x)
+            (x.shape, x.dtype, x.requires_grad, x.device, x.layout) if isinstance(x, Tensor) else constant_key(x)
             for x in leaves
         ]
         modes = (
@@ -351,7 +351,7 @@ class ShardedModule(CompilingModule):
         return spec, given, self._original_model.seen(self._form), modes, autocast_state(), torch_defaults()
 
     @torch.no_grad()
-    def _write_back(self, mutated: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]) -> None:
+    def _write_back(self, mutated: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> None:
         """Write mutated states back in place. ``written``: states that are inputs."""
         for fqn, new in mutated.items():
             old = written[fqn] if fqn in written else self.tensor(fqn)
@@ -367,7 +367,7 @@ class ShardedModule(CompilingModule):
         base = next(c for c in type(self).__mro__ if c.__module__.startswith("autoshard.module."))
         return submodule_alone(self, part, base)
 
-    def compile_for_generation(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+    def compile_for_generation(self, inputs: Tensor | None, kwargs: dict[str, Any]) -> None:
         """See :func:`~autoshard.module.sharded_module.compile_encoder_decoder`."""
         compile_encoder_decoder(self, inputs, kwargs)
 
@@ -401,9 +401,7 @@ class ShardedModule(CompilingModule):
         object.__setattr__(self, "_deferred", deferred)
         return before
 
-    def _step(
-        self, executable: Executable, inputs: Mapping[str, torch.Tensor]
-    ) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    def _step(self, executable: Executable, inputs: Mapping[str, Tensor]) -> tuple[list[Any], dict[str, Tensor]]:
         """Outputs of one step, and the mutated states."""
         names, micro = executable.compiled.source.inputs, executable.compiled.micro_batches
         run = partial(self._run if not executable.parts else self._run_all_stages, executable)
@@ -413,7 +411,7 @@ class ShardedModule(CompilingModule):
         steps = MicroBatchRun(run, self._enter, self._defer_reduction, self._original_model.leaf_stand_ins, self.tensor)
         return steps(micro, inputs, names)
 
-    def _gather_local_inputs(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def _gather_local_inputs(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Gathered local inputs, for slicing into micro-batches; gradients are resharded."""
         return self._whole((), inputs)[1]
 
@@ -421,12 +419,10 @@ class ShardedModule(CompilingModule):
         """Tell all ranks of this process which of ``count`` micro-batches runs."""
         raise NotImplementedError
 
-    def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    def _run(self, executable: Executable, inputs: list[Tensor]) -> tuple[list[Any], dict[str, Tensor]]:
         raise NotImplementedError
 
-    def _run_all_stages(
-        self, executable: Executable, inputs: list[torch.Tensor]
-    ) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    def _run_all_stages(self, executable: Executable, inputs: list[Tensor]) -> tuple[list[Any], dict[str, Tensor]]:
         """As :meth:`_run`, for pipeline stages one after another."""
         return run_stages_in_order(executable, inputs, self._run)
 
@@ -444,7 +440,7 @@ class ShardedModule(CompilingModule):
             self._latest_executable(), self.local_tensors, Path(directory), alone="device_mesh" not in self.__dict__
         )
 
-    def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
+    def local_tensors(self, executable: Executable, rank: int) -> dict[str, Tensor]:
         """Detached local tensors that the rank module of ``rank`` reads, by original name."""
         raise NotImplementedError
 
@@ -455,11 +451,11 @@ class ShardedModule(CompilingModule):
         return contextlib.nullcontext()
 
     @collective_method
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
+    def full_state_dict(self) -> dict[str, Tensor]:
         """Original name → full tensor (a copy), for the original state dict. Collective."""
         return {n: self._full(t.detach()) for n, t in self.state_dict(keep_vars=True).items()}
 
-    def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load full tensors by name. :class:`PlanError` if missing, unknown or misshapen."""
         own = self.state_dict(keep_vars=True)
         self._check_state(own, state)
@@ -468,7 +464,7 @@ class ShardedModule(CompilingModule):
                 self._load(tensor, state[name])
 
     @staticmethod
-    def _check_state(own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+    def _check_state(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         """Raise :class:`PlanError` for entries that are missing, unknown or misshapen."""
         missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         if missing or unknown:
@@ -481,7 +477,7 @@ class ShardedModule(CompilingModule):
                 )
 
     @collective_method
-    def full_gradients(self) -> dict[str, torch.Tensor]:
+    def full_gradients(self) -> dict[str, Tensor]:
         """Original parameter name → full gradient, where there is one. Collective."""
         return {n: self._full(p.grad) for n, p in self.named_parameters() if p.grad is not None}
 
@@ -494,21 +490,20 @@ class ShardedModule(CompilingModule):
         """Gradients of this process; those of tied stages on one rank only."""
         return [p.grad for p in self.parameters() if p.grad is not None]
 
-    def all_stages_state_dict(self) -> dict[str, torch.Tensor]:
+    def all_stages_state_dict(self) -> dict[str, Tensor]:
         """The state dict of all stages; entries of other processes have shape and dtype only."""
-        found: dict[str, torch.Tensor] = self.state_dict(keep_vars=True)
-        return found
+        return self.state_dict(keep_vars=True)
 
-    def all_stages_parameters(self) -> Iterator[torch.Tensor]:
+    def all_stages_parameters(self) -> Iterator[Tensor]:
         """All parameters of the model; those of other processes have shape and dtype only."""
         return map(self._original_model.tensor, self._original_model.parameters)
 
-    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _full(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
-    def _whole_buffer(self, name: str) -> torch.Tensor:
+    def _whole_buffer(self, name: str) -> Tensor:
         """See :meth:`Compiling._whole_buffer`."""
         return self._full(self.tensor(name).detach())
 
-    def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
+    def _load(self, tensor: Tensor, full: Tensor) -> None:
         tensor.copy_(full)

@@ -57,7 +57,7 @@ def describe_program(program: Program, title: str = "", optimizer: str = "adamw"
     graph, mesh, assignment = program.graph, program.mesh, program.assignment
     searched = objective(assignment, optimizer)
     found = tuple(_program_collectives(program, searched))
-    public = {i.name: i.fqn for i in graph.inputs}
+    public = graph.fqns
     choices = _plan_choices(program, searched, optimizer)
     kinds, gathered = {i.fqn: i.kind for i in graph.inputs}, _bucketed_parameters(program)
     layouts = {public.get(n, n): layout for n, layout in assignment.layouts.items()}
@@ -110,7 +110,7 @@ def describe_program(program: Program, title: str = "", optimizer: str = "adamw"
 def _plan_choices(program: Program, searched: Objective, optimizer: str) -> dict[str, Choice]:
     """Choice per operation."""
     graph, assignment = program.graph, program.assignment
-    public, others = {i.name: i.fqn for i in graph.inputs}, alternatives(assignment, optimizer=optimizer)
+    public, others = graph.fqns, alternatives(assignment, optimizer=optimizer)
     shown = cache(lambda placed: show_layout(Layout(program.mesh, placed)))
     found = {}
     for node in graph.nodes:
@@ -400,7 +400,7 @@ def _length_notes(graph: Graph, mesh: Mesh) -> Iterator[str]:
 
 def _has_data_dependent_length(node: Node, program: Program) -> bool:
     """Whether ``node`` runs unsharded because of a data-dependent length."""
-    unknown = any(program.graph.types[x].unknown for x in (*node.inputs, *node.outputs))
+    unknown = any(program.graph.types[x].unknown for x in node.values)
     return unknown and not any(s.divides for s in program.assignment.choices[node.name])
 
 

@@ -108,6 +108,6 @@ class Compiled:
         layouts: dict[str, Layout] = {}
         for part in self.parts or (self,):
             layouts |= part.plan.layouts
-        names = [i.fqn for i in self.graph.inputs if i.kind in ("parameter", "buffer")]
+        names = [i.fqn for i in self.graph.of_kind("parameter", "buffer")]
         whole = Layout((self.parts or (self,))[0].plan.mesh)
         return {name: layouts.get(name, whole) for name in names}

@@ -38,7 +38,7 @@ def assignment_of(
     if plan.staged is not None:
         raise PlanError(f"the plan was made for stages: compile with stages={plan.staged.axis!r}")
     check_training(plan, graph.training)
-    public = {i.name: i.fqn for i in graph.inputs}
+    public = graph.fqns
     _check_names(plan, graph, public)
     choices = {}
     for node in graph.nodes:
@@ -72,7 +72,7 @@ def _plan_layouts(
     Without a gradient, I and R are the same: R. A value with a gradient only here, such as a
     formerly frozen parameter, is I if its operation makes I and no reader needs R.
     """
-    public, had, whole = {i.name: i.fqn for i in graph.inputs}, set(plan.differentiable), (I,) * mesh.ndim
+    public, had, whole = graph.fqns, set(plan.differentiable), (I,) * mesh.ndim
 
     def fitted(name: str, layout: Layout, meant: Placements) -> Layout:
         layout = layout.on(mesh)
@@ -118,7 +118,7 @@ def _check_names(plan: Plan, graph: Graph, public: Mapping[str, str]) -> None:
     if not other and len(graph.nodes) == len(plan.choices):
         dims = {public.get(n, n): len(t.shape) for n, t in graph.types.items()}
         other = [n for n, d in dims.items() if n not in plan.layouts or len(plan.shapes.get(n, d * "_")) != d]
-        trained = {i.fqn for i in graph.inputs if i.kind == "parameter"}
+        trained = {i.fqn for i in graph.of_kind("parameter")}
         other += [*sorted(plan.zero.keys() - trained), *sorted(set(plan.shared_again) - plan.shared.keys())]
         other += ["output"] * (len(plan.outputs) != len(graph.outputs))
     if other or len(graph.nodes) != len(plan.choices):
@@ -151,7 +151,7 @@ def check_plan_options(plan: Plan, opts: CompileOptions, known: KnownLayouts, gr
     Hints on parameters that an earlier program laid out are ignored.
     """
     check_whole_plan(plan, opts, mesh)
-    public = {i.name: i.fqn for i in graph.inputs}
+    public = graph.fqns
     for value, hint in resolve_hints(opts.hints, graph, mesh, known=known.later).items():
         name = public.get(value, value)
         read = {} if value in graph.parameters else plan.shared  # other hints fix the shared layout of readers
@@ -177,7 +177,7 @@ def is_same_strategy(like: Any, text: str, mesh: Mesh) -> bool:
 
 def _has_same_costs(plan: Plan, graph: Graph, mesh: Mesh) -> bool:
     """Whether the plan's bound is valid here: same hardware, sizes, dtypes and gradients."""
-    public, trained = {i.name: i.fqn for i in graph.inputs}, set(plan.differentiable)
+    public, trained = graph.fqns, set(plan.differentiable)
 
     def is_alike(name: str, type_: TensorType) -> bool:
         dtype = str(type_.kept.dtype).removeprefix("torch.")
@@ -218,7 +218,7 @@ def graph_renaming(a: Graph, b: Graph) -> dict[str, str] | None:
             return None
     if map_refs(a.outputs, lambda ref: Ref(names[ref.name])) != b.outputs:
         return None
-    public = {i.name: i.fqn for i in a.inputs}, {i.name: i.fqn for i in b.inputs}
+    public = a.fqns, b.fqns
     return nodes | {public[0].get(x, x): public[1].get(y, y) for x, y in names.items()}
 
 

@@ -50,7 +50,7 @@ STAGE_LABEL = "–"
 
 def mesh_without_axis(mesh: Mesh, axis: str) -> Mesh:
     """The mesh of a stage: ``mesh`` without ``axis``; a mesh of one rank if nothing is left."""
-    others = {a: n for a, n in zip(mesh.axes, mesh.shape, strict=True) if a != axis}
+    others = {a: n for a, n in mesh.sizes.items() if a != axis}
     return Mesh(others or {axis: 1}, mesh.hardware)
 
 
@@ -216,7 +216,7 @@ def compile_stages(
         Compiled(stage.graph, program, one.plan, lambda number=number: sources()[number])  # type: ignore[misc]
         for number, (stage, program, one) in enumerate(zip(pipeline.each, programs, done, strict=True))
     )
-    inputs = tuple(i.name for i in graph.inputs if i.kind == "input")
+    inputs = tuple(i.name for i in graph.of_kind("input"))
 
     def source() -> Source:
         return replace(sources()[0], inputs=inputs, mutated=tuple(graph.mutations))
@@ -316,7 +316,7 @@ class StagePlanner:
         fixed = set(self.known.parameters or ())
         for one in reversed(done):
             taken = one.known.parameters or {}
-            shared = {i.fqn for i in one.stage.graph.inputs if i.kind == "parameter" and i.fqn in taken} - fixed
+            shared = {i.fqn for i in one.stage.graph.of_kind("parameter") if i.fqn in taken} - fixed
             fixed |= shared
             if shared:
                 free = replace(one.known, parameters={n: x for n, x in taken.items() if n not in shared})
@@ -357,7 +357,7 @@ class StagePlanner:
                 asked = replace(asked, plan=_reused_plan(stage, layouts, settings, done, asked.memory_budget))
             program, plan = plan_graph(stage.graph, self.own_mesh, asked, layouts, settings)
             done.append(PlannedStage(stage, asked, layouts, settings, program, plan))
-            parameters |= {i.fqn: plan.layouts[i.fqn] for i in stage.graph.inputs if i.kind == "parameter"}
+            parameters |= {i.fqn: plan.layouts[i.fqn] for i in stage.graph.of_kind("parameter")}
             received = dict(zip(stage.sent, plan.outputs, strict=False))
         plans = [one.plan for one in done]
         messages = tuple(float(s.message_bytes) for s in stages.each[:-1])

@@ -32,7 +32,9 @@ def explain(plan: Record, name: str) -> str:
         return f"{name} is tied to {first}\n{explain(plan, first)}"
     if plan.kinds.get(name, "value") != "value":
         return "\n".join(_tensor_lines(plan, name))
-    if node := _producing_operation(plan, name):
+    if node := (
+        name if name in plan.choices else next((n for n, c in plan.choices.items() if name in c.outputs), None)
+    ):
         return "\n".join(_operation_lines(plan, node))
     found = [m for m in sorted(plan.modules) if m and fnmatch.fnmatchcase(m, name)]
     found = found or [m for m in _container_modules(plan) if fnmatch.fnmatchcase(m, name)]
@@ -57,11 +59,6 @@ def _container_modules(plan: Record) -> list[str]:
 
 def _operations_text(operations: int) -> str:
     return "1 operation" if operations == 1 else f"{operations} operations"
-
-
-def _producing_operation(plan: Record, name: str) -> str | None:
-    """The operation with this name, or that computes the value with this name."""
-    return name if name in plan.choices else next((n for n, c in plan.choices.items() if name in c.outputs), None)
 
 
 def _layout_reason(plan: Record, name: str) -> str:

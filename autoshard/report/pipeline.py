@@ -209,16 +209,13 @@ def stage_rows(plan: Record) -> tuple[StageRow, ...]:
         return ()
     ranks, found = plan.mesh.size_of(staged.axis), list[StageRow]()
     for i, (times, one) in enumerate(zip(staged_times(staged, plan.mesh), staged.plans, strict=True)):
-        modules = dict.fromkeys(_layer_path(c.fqn) for c in one.choices.values())
+        modules = dict.fromkeys(
+            (block_path(c.fqn) or c.fqn.partition(".")[0] or "(root)") for c in one.choices.values()
+        )
         flying = staged.flying[i] if staged.flying else 0
         sent = staged.sent[i][0] if i < len(staged.sent) else 0.0
         found.append(StageRow(i, i % ranks, tuple(modules), times, flying, sent, one.memory))
     return tuple(found)
-
-
-def _layer_path(fqn: str) -> str:
-    """The numbered module around ``fqn``, such as a layer; else its first part."""
-    return block_path(fqn) or fqn.partition(".")[0] or "(root)"
 
 
 def _stages_by_rank(staged: Staged, ranks: int) -> Iterator[range]:

@@ -94,7 +94,7 @@ def work_seconds(plan: Record) -> float:
 
 def what_if(plan: Record) -> Iterator[tuple[str, str]]:
     """(question, command line) of nearby plans; MODEL stands for a model that the command line has no name for."""
-    mesh, hardware, rows = dict(zip(plan.mesh.axes, plan.mesh.shape, strict=True)), plan.mesh.hardware, _samples(plan)
+    mesh, hardware, rows = plan.mesh.sizes, plan.mesh.hardware, _samples(plan)
     (*name,) = (word for word in plan.asked if word[0] not in "-#")
     comments = dict.fromkeys(word for word in plan.asked if word.startswith("#"))
     own: dict[str, list[str]] = {}
@@ -150,7 +150,7 @@ def strategy_text(plan: Record) -> str:
 
 def _parallelism(plan: Record) -> Iterator[str]:
     roles: dict[str, list[str]] = {}
-    for axis, size in zip(plan.mesh.axes, plan.mesh.shape, strict=True):
+    for axis, size in plan.mesh.sizes.items():
         if size > 1 and (plan.staged is None or axis != plan.staged.axis):
             roles.setdefault(axis_role(plan, axis), []).append(axis)
     if plan.staged is not None:

@@ -34,8 +34,6 @@ TEXT_WIDTH = 120
 """columns of text that does not go to a terminal"""
 SHORT_PARAMETERS, SHORT_ROWS = 8, 5
 """most rows of a table in a short report: of parameters, of others"""
-NOTE_LENGTH = 230
-"""most characters of a note in a short report"""
 
 
 def plan_text(plan: Record, width: int | None = None, level: str = "full") -> str:
@@ -108,9 +106,7 @@ def _short_parts(plan: Record) -> Iterator[RenderableType]:
         yield shown
         folded += [f"{left} more rows of {what}"] if left else []
     notes = _shown_notes(plan)
-    yield from (
-        Text(f"\n{note if len(note) <= NOTE_LENGTH else note[:NOTE_LENGTH] + ' …'}", "yellow") for note in notes[:1]
-    )
+    yield from (Text(f"\n{note if len(note) <= 230 else note[:230] + ' …'}", "yellow") for note in notes[:1])
     unruled = sum(not c.has_rule for c in plan.choices.values())
     folded += [f"{unruled} operations without a rule"] if unruled else []
     folded += [f"{len(notes) - 1} notes"] if len(notes) > 1 else []
@@ -417,18 +413,13 @@ def _hot_spots_table(plan: Record) -> TextTable:
     return table
 
 
-def seconds_lost_replicated(plan: Record, choice: Choice) -> float:
-    """Seconds that a replicated ``choice`` loses against an even split over all ranks."""
-    return choice.seconds * (1 - 1 / plan.mesh.size)
-
-
 def _replicated_rows(plan: Record) -> Iterator[tuple[str, int, Choice, float]]:
     groups: dict[tuple[str, str, str], list[Choice]] = {}
     for c in plan.choices.values():
         if not c.has_rule:
             groups.setdefault((c.op, layer_glob(c.fqn), c.source), []).append(c)
     for (op, _, _), found in groups.items():
-        yield op, len(found), found[0], sum(seconds_lost_replicated(plan, c) for c in found)
+        yield op, len(found), found[0], sum(c.seconds * (1 - 1 / plan.mesh.size) for c in found)
 
 
 def _without_rule_table(plan: Record) -> TextTable:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from autoshard.errors import PlanError
-from autoshard.layout import Layout, Owned, Shard
+from autoshard.layout import Owned, Shard
 from autoshard.report.record import Choice, Record
 
 OUTPUT_FEATURE_DIMS = {
@@ -45,7 +45,7 @@ def tp_plan(plan: Record, axis: str | None = None) -> TpPlan:
 
 
 def _axis(plan: Record, axis: str | None) -> str:
-    axes = [a for a in plan.mesh.axes if plan.mesh.size_of((a,)) > 1]
+    axes = [a for a in plan.mesh.axes if plan.mesh.size_of(a) > 1]
     if axis is None and len(axes) == 1:
         return axes[0]
     wanted = "tp" if axis is None else axis
@@ -94,12 +94,8 @@ def module_patterns(found: dict[str, str], modules: set[str]) -> dict[str, str]:
 
 def _inexpressible(plan: Record, axis: str, covered: set[str]) -> Iterator[str]:
     for other in plan.mesh.axes:
-        if other != axis and any(_is_sharded_along(x, other) for x in plan.layouts.values()):
+        if other != axis and any(isinstance(x[other], Shard) for x in plan.layouts.values()):
             yield f"shards along {other!r}: a tp_plan knows one axis"
     for name, kind in plan.kinds.items():
-        if kind in ("parameter", "buffer") and name not in covered and _is_sharded_along(plan.layouts[name], axis):
+        if kind in ("parameter", "buffer") and name not in covered and isinstance(plan.layouts[name][axis], Shard):
             yield f"{kind} {name} has layout {plan.layouts[name].without_gradient()}"
-
-
-def _is_sharded_along(layout: Layout, axis: str) -> bool:
-    return isinstance(layout[axis], Shard)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard.errors import CaptureError, PlanError
 from autoshard.passes.capture.exported.pytrees import flatten_registered
@@ -156,33 +156,31 @@ def _first_request(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the first request."""
     leaves, spec = flatten_registered(given)
     requests, _ = _requests_and_tokens(given)
-    one = [x[:1] if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == requests else x for x in leaves]
-    found: dict[str, Any] = pytree.tree_unflatten(one, spec)
-    return found
+    one = [x[:1] if isinstance(x, Tensor) and x.ndim and x.shape[0] == requests else x for x in leaves]
+    return pytree.tree_unflatten(one, spec)
 
 
 def _to_meta(given: dict[str, Any]) -> dict[str, Any]:
     leaves, spec = flatten_registered(given)
-    bare = [x.detach().to("meta") if isinstance(x, torch.Tensor) else x for x in leaves]
-    found: dict[str, Any] = pytree.tree_unflatten(bare, spec)
-    return found
+    bare = [x.detach().to("meta") if isinstance(x, Tensor) else x for x in leaves]
+    return pytree.tree_unflatten(bare, spec)
 
 
 def _requests_and_tokens(given: Mapping[str, Any]) -> tuple[int, int]:
     """(requests, tokens per request) of a call."""
-    shape = next((x.shape for x in given.values() if isinstance(x, torch.Tensor) and x.ndim), (1,))
+    shape = next((x.shape for x in given.values() if isinstance(x, Tensor) and x.ndim), (1,))
     return int(shape[0]), int(shape[1]) if len(shape) > 1 else 1
 
 
 def _decode_call(skeleton: nn.Module, prompt: dict[str, Any], times: float, capture: CaptureFunction) -> ServedCall:
     """The decode call with the longest KV cache, from output shapes of a prompt of that length."""
     requests, tokens = _requests_and_tokens(prompt)
-    name = next((n for n, x in prompt.items() if isinstance(x, torch.Tensor) and x.ndim), "")
+    name = next((n for n, x in prompt.items() if isinstance(x, Tensor) and x.ndim), "")
     ids, length = prompt.get(name), tokens + max(0, round(times) - 1)
     if ids is None or ids.ndim != 2 or ids.is_floating_point():
         raise _UnknownDecodeError(_unknown_decode_text("its first argument is not [requests, tokens]"))
-    others = {n: x for n, x in prompt.items() if not isinstance(x, torch.Tensor)}
-    masks = {n: x for n, x in prompt.items() if "mask" in n and isinstance(x, torch.Tensor) and x.shape == ids.shape}
+    others = {n: x for n, x in prompt.items() if not isinstance(x, Tensor)}
+    masks = {n: x for n, x in prompt.items() if "mask" in n and isinstance(x, Tensor) and x.shape == ids.shape}
 
     def of_length(mask_length: int) -> dict[str, Any]:
         return {n: x.new_empty((requests, mask_length)) for n, x in masks.items()}
@@ -205,7 +203,7 @@ def _decode_call(skeleton: nn.Module, prompt: dict[str, Any], times: float, capt
 
 def _carried_states(given: Any, own: Mapping[str, Any], decode: Graph) -> tuple[tuple[str, int], ...]:
     """See :attr:`ServedCall.carried`. ``given``: outputs of prefill; ``own``: arguments of decode."""
-    places = {id(x): i for i, x in enumerate(flatten_registered(given)[0]) if isinstance(x, torch.Tensor)}
+    places = {id(x): i for i, x in enumerate(flatten_registered(given)[0]) if isinstance(x, Tensor)}
     fields, taken = _output_fields(given), list[int | None]()
     for name, value in own.items():
         leaves, made = (flatten_registered(x)[0] for x in (value, fields.get(name)))

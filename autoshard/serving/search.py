@@ -205,7 +205,7 @@ class JointPlan:
     def weights(self) -> dict[str, Layout]:
         """Parameter name → layout."""
         graph, layouts = self.programs[0].graph, self.programs[0].assignment.layouts
-        return {i.fqn: layouts[i.name] for i in graph.inputs if i.kind == "parameter"}
+        return {i.fqn: layouts[i.name] for i in graph.of_kind("parameter")}
 
     def on(self, mesh: Mesh, opts: CompileOptions) -> JointPlan:
         """The same choices on ``mesh``, whose axes have other names."""
@@ -350,7 +350,7 @@ def _phase(call: ServedCall, plan: Plan) -> Phase:
     graph, hardware = call.graph, plan.mesh.hardware
     tables = {n for n in graph.parameters if all(u.op in LOOKUP_OPS for u in graph.uses[n]) and graph.uses[n]}
     rows = {node.inputs[0]: node.outputs[0] for node in graph.nodes if node.op in LOOKUP_OPS}
-    public = {i.name: i.fqn for i in graph.inputs}
+    public = graph.fqns
     caches = {n for n, _ in call.carried} | set(graph.states.values())
     weights = graph.parameters - tables
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoshard.torch_private import by_name
 
@@ -28,10 +29,10 @@ with by_name:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 
-    tensor_use_count: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
-    stored_indices: Any = torch.Tensor._indices
-    stored_values: Any = torch.Tensor._values
-    make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+    tensor_use_count: Any = Tensor._use_count  # type: ignore[attr-defined]
+    stored_indices: Any = Tensor._indices
+    stored_values: Any = Tensor._values
+    make_wrapper_subclass = Tensor._make_wrapper_subclass
 
 _AUTOGRAD = (
     torch.DispatchKey.AutogradFunctionality,
@@ -55,6 +56,6 @@ def above_autograd() -> Iterator[None]:
             yield
 
 
-def storage_id(x: torch.Tensor) -> int:
+def storage_id(x: Tensor) -> int:
     """The identity of the storage of ``x``, while that is alive."""
     return int(x.untyped_storage()._cdata)

@@ -30,9 +30,6 @@ _SCRIPTS = (
     *("pipeline.js", "app.js"),
 )
 
-MOST_RANKS = 1024
-"""most ranks in the grid of who holds what"""
-
 
 def html(plan: Record, before: Record | None = None) -> str:
     """``plan`` as an HTML page; with ``before``, the two side by side.
@@ -68,7 +65,7 @@ class _Payload:
         return {
             "name": name,
             "title": plan.title or "model",
-            "mesh": list(zip(plan.mesh.axes, plan.mesh.shape, strict=True)),
+            "mesh": list(plan.mesh.sizes.items()),
             "setting": setting_text(plan),
             "strategy": strategy_text(plan),
             "summary": list(summary_rows(plan)),
@@ -175,7 +172,7 @@ class _Payload:
         found: list[list[Any]] = []
         for row in parameter_rows(self.plan):
             blocks: dict[str, int] = {}
-            ranks = range(min(self.plan.mesh.size, MOST_RANKS))
+            ranks = range(min(self.plan.mesh.size, 1024))
             held = [blocks.setdefault(_block_text(row.layout, row.shape, rank), len(blocks)) for rank in ranks]
             found.append([row.glob, len(row.names), list(row.shape), self.layout(row.layout), list(blocks), held])
         return found

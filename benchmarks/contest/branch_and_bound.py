@@ -19,7 +19,13 @@ from autoshard.errors import PlanError
 from autoshard.passes.search.arrays import Classes
 from autoshard.passes.search.exact.elimination import Eliminator, Tables
 from autoshard.passes.search.exact.pruning import Pruner
-from autoshard.passes.search.exact.solver import ExactSearch, finish_reduced, finish_search, is_eliminable, on_grid
+from autoshard.passes.search.exact.solver import (
+    ExactSearch,
+    finish_reduced,
+    finish_search,
+    is_eliminable,
+    network_on_grid,
+)
 from autoshard.passes.search.network import Array, Choice, CostNetwork, NotFoundError, Solution
 from contest.liveness import Domains, LivenessProblem
 
@@ -42,7 +48,7 @@ POLYAK_STEP = 0.5
 def solve_below(network: CostNetwork, upper: float, deadline: float) -> Solution:
     """The cheapest choice that quick methods find below ``upper``; empty if none is known."""
     pruner = Pruner(Tables(), deadline)
-    work = Eliminator.of(on_grid(network), pruner.tables)
+    work = Eliminator.of(network_on_grid(network), pruner.tables)
     run = ExactSearch(work, pruner, deadline, milp=False, upper=upper, most_sweeps=FEW_SWEEPS)
     run.most_joined = min(JOINED, JOINED_PER_SECOND * max(deadline - time.perf_counter(), 0.0))
     try:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 from torch.fx.experimental import proxy_tensor
 
 from autoshard.errors import CaptureError
@@ -298,7 +298,7 @@ def _trace_until_learnt(
                 with known_values.with_concrete_values() if specialized else contextlib.nullcontext():
                     given = example_without_data(model, example)
                 if not training:  # with gradients off, the forward may write to views of inputs
-                    given = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, given)
+                    given = pytree.tree_map_only(Tensor, Tensor.detach, given)
                 inputs = dynamic_inputs(tensors_by_argument(model, given), dynamic) if dynamic else {}
                 shapes = shapes_for_export(inputs.values()) if inputs else None
                 grad = torch.is_grad_enabled() and not grad_off_at_start.get()
@@ -339,11 +339,11 @@ class _TracedCall:
         forward, buffers, tensors = model.forward, dict(model.named_buffers()), parameters_and_buffers(model)
         self.attached: dict[tuple[str, str], Any] = {}
         parameters = storages_of(model.parameters())  # export replaces them during the trace
-        trained = [isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(example)]
+        trained = [isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(example)]
 
         @functools.wraps(forward)
         def traced(*args: Any, **kwargs: Any) -> Any:
-            own: dict[int, torch.Tensor] = {}
+            own: dict[int, Tensor] = {}
             try:
                 own = record_origins(model, tensors, self.attached)
                 replace_in_attributes(model, own)
@@ -390,7 +390,7 @@ class _TracedCall:
         register_types(output)
         leaves = pytree.tree_leaves(output)
         self.views = find_output_views(self.given, leaves)
-        self.output_grads = [x.requires_grad for x in leaves if isinstance(x, torch.Tensor)]
+        self.output_grads = [x.requires_grad for x in leaves if isinstance(x, Tensor)]
         return output
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.utils._pytree as pytree
+from torch import Tensor
 
 from autoshard.errors import CaptureError
 
@@ -45,12 +45,12 @@ class ObservedCall:
     """whether observers see the calls that ``func`` makes instead of its own"""
 
     @functools.cached_property
-    def operands(self) -> list[torch.Tensor]:
+    def operands(self) -> list[Tensor]:
         """The tensors among the arguments."""
-        return [x for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, torch.Tensor)]
+        return [x for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)]
 
     @functools.cached_property
-    def written(self) -> list[torch.Tensor]:
+    def written(self) -> list[Tensor]:
         """Tensors written in place: the target of ``x.op_()``, ``inplace=True`` or ``out=``."""
         name = getattr(self.func, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__")
@@ -59,7 +59,7 @@ class ObservedCall:
         given = self.args or tuple(self.kwargs.values())  # torch.nn.init passes keywords
         targets = given[:1] if in_place or self.kwargs.get("inplace") is True else ()
         found = (*targets, *pytree.tree_leaves(self.kwargs.get("out")))
-        return [x for x in found if isinstance(x, torch.Tensor)]
+        return [x for x in found if isinstance(x, Tensor)]
 
     def make(self) -> Any:
         """Make the call."""
@@ -72,12 +72,12 @@ class TracedForward:
 
     inputs: list[Any]
     """leaves of the arguments"""
-    parameters: list[torch.Tensor]
-    buffers: list[tuple[torch.Tensor, torch.Tensor | None]]
+    parameters: list[Tensor]
+    buffers: list[tuple[Tensor, Tensor | None]]
     """(traced tensor, buffer of the model)"""
     trained: list[bool]
     """per leaf of the arguments: whether the caller's tensor requires a gradient"""
-    own: dict[int, torch.Tensor]
+    own: dict[int, Tensor]
     """id of a parameter or buffer of the model → its replacement in the trace"""
 
 

@@ -223,7 +223,7 @@ class FunctionBody:
     def _line(self, s: Statement) -> SourceLine:
         names, operands = self.names, reads(s)
         self._bind(operands)
-        value = print_call(s.call, names.of, dict(zip(self.program.mesh.axes, self.program.mesh.shape, strict=True)))
+        value = print_call(s.call, names.of, self.program.mesh.sizes)
         targets: list[str] = []
         for out in s.outputs:
             if out == "_":

@@ -241,7 +241,7 @@ class _SourceFile:
             "from autoshard import runtime",
             "",
             "aten = torch.ops.aten",
-            f"MESH = {literal_mesh(dict(zip(mesh.axes, mesh.shape, strict=True)))}",
+            f"MESH = {literal_mesh(mesh.sizes)}",
         ]
         body = "\n".join([*header, *(c.text for c in self.classes), *roots]) + SCRIPT_ENDING.format(run)
         if "F." not in body.split("aten = ", 1)[1]:
@@ -275,7 +275,7 @@ class _ProgramEmitter:
         """``called``: names of values that earlier pipeline stages send."""
         self.program, self.title, self.file, self.name, self.called = program, title, file, name, called or {}
         self.recomputed = {r.name: r for r in recomputed}
-        self.arguments = [i for i in program.graph.inputs if i.kind == "input"]
+        self.arguments = list(program.graph.of_kind("input"))
         self.segments = program_segments(program)
         self.kinds: dict[str, list[str]] = {}
         """block class → paths of its blocks in this program"""
@@ -451,7 +451,7 @@ class _ProgramEmitter:
         symbols = self.program.graph.symbols.read
         shapes = {i.name: self.program.types[i.name].shape for i in self.arguments}
         layouts, mesh = self.program.layouts, self.program.mesh
-        sizes = dict(zip(mesh.axes, mesh.shape, strict=True))
+        sizes = mesh.sizes
         local = {
             name: [local_length(n, layouts[name].axes_of(dim), sizes) for dim, n in enumerate(shape)]
             for name, shape in shapes.items()

@@ -31,8 +31,7 @@ def cached_per_graph(
         key = (find, *args)
         if key not in graph.known:
             graph.known[key] = find(graph, *args, **kwargs)
-        answer: Answer = graph.known[key]
-        return answer
+        return graph.known[key]
 
     return found
 
@@ -44,14 +43,13 @@ def cached_per_node(
 
     @wraps(find)
     def found(node: Node, types: Mapping[str, TensorType], /) -> Answer:
-        of = [types[name] for name in (*node.inputs, *node.outputs)]
+        of = [types[name] for name in node.values]
         before, answer = node.known.get(find, ((), None))
         if len(before) != len(of) or not all(map(is_, before, of)):
             answer = find(node, types)
             if all(type(n) is int for t in of for n in t.shape):
                 node.known[find] = of, answer
-        known: Answer = answer
-        return known
+        return answer
 
     return found
 

@@ -12,6 +12,7 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from autoshard.errors import RuleError
 from autoshard.frames import location_text
@@ -233,6 +234,11 @@ class Node(CallLike):
         return tuple(ref.name for ref in refs((self.args, self.kwargs)))
 
     @property
+    def values(self) -> tuple[str, ...]:
+        """Names of the operands, then of the results."""
+        return (*self.inputs, *self.outputs)
+
+    @property
     def given(self) -> list[tuple[str, Any]]:
         """(name, value) of the arguments that are given, defaults left out."""
         return [*zip(argument_names(self.op), self.args, strict=False), *self.kwargs.items()]
@@ -357,9 +363,9 @@ class Graph:
     """fqn of a buffer or an input → value written back to it after the forward"""
     clamped: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
     """fqn of a parameter → (min, max) of its in-place clamp before the forward; None: no bound"""
-    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
     """input name → tensor that the trace lifted"""
-    outside: tuple[tuple[torch.Tensor, int], ...] = field(default=(), compare=False, repr=False)
+    outside: tuple[tuple[Tensor, int], ...] = field(default=(), compare=False, repr=False)
     """(tensor, version) that the trace read: constants, and tensors that decided a branch"""
     attached: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     """(fqn, attribute) of tensors whose own attributes the forward read"""
@@ -396,10 +402,14 @@ class Graph:
         """Cache of :func:`~autoshard.passes.ir.analyses.cached_per_graph`."""
         return {}
 
+    def of_kind(self, *kinds: str) -> Iterator[Input]:
+        """The inputs of these kinds: parameter, buffer, input or constant."""
+        return (i for i in self.inputs if i.kind in kinds)
+
     @cached_property
     def parameters(self) -> frozenset[str]:
         """Names of the inputs that are parameters."""
-        return frozenset(i.name for i in self.inputs if i.kind == "parameter")
+        return frozenset(i.name for i in self.of_kind("parameter"))
 
     @cached_property
     def fqns(self) -> dict[str, str]:
@@ -447,6 +457,10 @@ class Graph:
             for name in dict.fromkeys(node.inputs):
                 uses[name].append(node)
         return {name: tuple(nodes) for name, nodes in uses.items()}
+
+    def is_differentiable(self, node: Node) -> bool:
+        """Whether a result of ``node`` requires a gradient."""
+        return any(self.types[name].grad for name in node.outputs)
 
     def shape(self, value: Ref | str) -> tuple[int, ...]:
         """The global shape of a value."""

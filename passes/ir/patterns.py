@@ -353,4 +353,4 @@ class _RuleExpander(ast.NodeTransformer):
         head, body = (ast.parse(text.strip(), mode="eval").body for text in self.heads[node.func.id])
         assert isinstance(head, ast.Call)
         names = (x.id for x in head.args if isinstance(x, ast.Name))
-        return _RuleExpander(self.rules, dict(zip(names, node.args, strict=True))).visit(body)  # type: ignore[no-any-return]
+        return _RuleExpander(self.rules, dict(zip(names, node.args, strict=True))).visit(body)

@@ -357,8 +357,7 @@ def _compile_shape_function(text: str, symbols: Symbols, names: Sequence[str]) -
     read = [f"    {s.name} = (shapes[{at[s.value]}][{s.dim}] - {s.offset}) // {s.factor}\n" for s in symbols.read]
     space: dict[str, Any] = {"__builtins__": {}, **_SAFE_BUILTINS}
     exec(compile(f"def found(shapes):\n{''.join(read)}    return {text}\n", "<lengths>", "exec"), space)
-    found: Callable[[InputShapes], Any] = space["found"]
-    return found
+    return space["found"]
 
 
 def _evaluate_text(text: str, values: Mapping[str, int]) -> Any:

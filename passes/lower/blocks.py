@@ -46,7 +46,7 @@ def block_runs(program: Program) -> Iterator[tuple[str, tuple[Statement, ...]]]:
 
 def hoist_redistributions(program: Program) -> Program:
     """Loop-invariant code motion: conversions of values from outside precede their block."""
-    fqn_of = {i.name: i.fqn for i in program.graph.inputs if i.kind in ("parameter", "buffer")}
+    fqn_of = {i.name: i.fqn for i in program.graph.of_kind("parameter", "buffer")}
     result: list[Statement] = []
     for path, statements in block_runs(program):
         inside: set[str] = set()

@@ -96,7 +96,8 @@ def _zero_stages(blocks: Iterable[Sequence[Statement]], program: Program) -> dic
     zero = dict(program.assignment.zero)
     for block in blocks:
         gathered = sorted(
-            (s for s in block if _is_bucket_gather(s, program)), key=lambda s: _statement_bytes(s, program)
+            (s for s in block if _bucket_call(s, program) == "gather_parameters"),
+            key=lambda s: _statement_bytes(s, program),
         )
         leads = {s.call.args[-1]: s.value for s in gathered if not _is_vector(s, program)}
         for s in gathered:
@@ -106,10 +107,6 @@ def _zero_stages(blocks: Iterable[Sequence[Statement]], program: Program) -> dic
             elif lead is not None:
                 zero.pop(s.value, None)
     return zero
-
-
-def _is_bucket_gather(s: Statement, program: Program) -> bool:
-    return _bucket_call(s, program) == "gather_parameters"
 
 
 def _is_vector(s: Statement, program: Program) -> bool:

@@ -48,7 +48,7 @@ def group_look_ups(program: Program) -> Program:
         for unit in units
         if len(unit) > 1
         for s in unit
-        if _is_pooled_look_up(s)
+        if s.call.fn == POOLED_LOOKUP
     }
     return replace(program, statements=tuple(_merge_look_ups(unit, whole) for unit in order_units(units)))
 
@@ -63,10 +63,6 @@ def _merge_look_ups(unit: list[Statement], whole: set[str]) -> Statement:
     return replace(first, block="") if first.parameter and first.value in whole else first
 
 
-def _is_pooled_look_up(s: Statement) -> bool:
-    return s.call.fn == POOLED_LOOKUP
-
-
 def _look_up_key(s: Statement, program: Program, stored: Container[str], level: int) -> Any:
     """What look-ups in one call have in common; None for one that is not grouped.
 
@@ -77,7 +73,7 @@ def _look_up_key(s: Statement, program: Program, stored: Container[str], level: 
         form = [(name, kwargs.get(name)) for name in ("sparse", "summed")]
         has = [name in kwargs for name in ("offsets", "weights")]
         return level, repr((call.args[3:], form, has)), program.types[s.outputs[0]].dtype, s.again
-    if not _is_pooled_look_up(s) or "sparse" in kwargs:
+    if s.call.fn != POOLED_LOOKUP or "sparse" in kwargs:
         return None
     table, indices, mode = call.args
     if not isinstance(indices, Ref) or table.name not in stored:

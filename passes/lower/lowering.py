@@ -50,7 +50,7 @@ class _Lowering:
         self.layouts: dict[str, Layout] = dict(assignment.layouts)
         self.made: dict[str, dict[Layout, str]] = {}
         """redistributed value → layout → local name"""
-        self.parameters = {i.name for i in graph.inputs if i.kind == "parameter"}
+        self.parameters = {i.name for i in graph.of_kind("parameter")}
         self.statements: list[Statement] = []
         self.pinned: set[str] = set()
         """hinted values that exist in their shared layout by now"""

@@ -100,7 +100,7 @@ class _BestPrograms:
 
     @property
     def seconds(self) -> float:
-        return math.inf if self.fits is None else _program_seconds(self.fits[0])
+        return math.inf if self.fits is None else self.fits[0].assignment.solution.cost
 
     def gap(self, bound: float) -> float:
         """Between the quickest program and a bound, relative to its seconds."""
@@ -114,7 +114,7 @@ class _BestPrograms:
         """Take these candidates, too, until the time is up."""
         for program, memory in itertools.takewhile(lambda _: not self.is_enough(), found):
             self.closest = min(self.closest, (program, memory), key=lambda each: each[1].peak)
-            if memory.peak <= self.budget and _program_seconds(program) < self.seconds:
+            if memory.peak <= self.budget and program.assignment.solution.cost < self.seconds:
                 self.fits = program, memory
 
 
@@ -171,7 +171,7 @@ def _least_memory_plans(planner: Planner, budget: float, at_end: bool, rounds: i
             return
         excess, rate = (
             excess + OUTER_LIMITS.moment_weight_rate * _relative_excess(planner, memory),
-            memory.peak / max(_program_seconds(program), MIN_STEP_SECONDS),
+            memory.peak / max(program.assignment.solution.cost, MIN_STEP_SECONDS),
         )
 
 
@@ -222,10 +222,6 @@ def _plans_of_strategies(
             fewer = planner.under(strategy)
             if fewer.cheapest(rough=True).solution.cost < best.seconds:
                 yield search_within_memory(fewer, best.budget)
-
-
-def _program_seconds(program: Program) -> float:
-    return program.assignment.solution.cost
 
 
 def lower_and_simulate(assignment: Assignment, optimizer: str, micro_batches_held: int = 0) -> tuple[Program, Memory]:

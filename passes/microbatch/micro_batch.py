@@ -71,7 +71,7 @@ def micro_batched(graph: Graph, count: int, asked: Mapping[str, Placement] | Non
     _check_separable(graph, count)
     loss, others = loss_output(graph, _request_text(count)) if graph.training else (None, {})
     if count == 1:
-        inputs = {i.name: (i.name, None) for i in graph.inputs if i.kind == "input"}
+        inputs = {i.name: (i.name, None) for i in graph.of_kind("input")}
         return graph, MicroBatches(1, inputs, (None,) * len(graph.outputs), loss, others)
     graph, before = slices_as_splits(separable_means(indexing_as_gather(fills_by_size(graph)))), None
     try:
@@ -157,7 +157,7 @@ def micro_batch_counts(
         return [asked]
     if not (graph.training or always) or graph.symbols.read:
         return [1]
-    lengths = [n for i in graph.inputs if i.kind == "input" for n in graph.types[i.name].shape]
+    lengths = [n for i in graph.of_kind("input") for n in graph.types[i.name].shape]
     for prime in sorted({prime for n in lengths if n for prime in sympy.primefactors(n)}):
         try:
             _, micro = micro_batched(graph, prime, cuts)
@@ -180,7 +180,7 @@ def check_lengths(count: int, are_open: bool) -> None:
 
 def _check_separable(graph: Graph, count: int) -> None:
     check_lengths(count, bool(graph.symbols.read))
-    if written := [i.fqn for i in graph.inputs if i.kind == "input" and i.fqn in graph.mutations]:
+    if written := [i.fqn for i in graph.of_kind("input") if i.fqn in graph.mutations]:
         raise PlanError(
             f"{_request_text(count)}: the forward writes to its input {written[0]!r} in "
             "place. Return the new value instead"
@@ -334,7 +334,7 @@ class _MicroBatchBuilder:
         """The name under which a reader gets a value."""
         if self._is_input(name):
             return self._input(name, use.dim if isinstance(use, Shard) else None)
-        if self._is_shared(name, use):
+        if use == P and self._is_whole(name):
             return self.shares[name]
         return self.parts[name, use.dim] if isinstance(use, Shard) and self._is_whole(name) else name
 
@@ -351,13 +351,9 @@ class _MicroBatchBuilder:
         node = replace(reader, name=made, op=PART_OF_BATCH, args=args, kwargs={})
         yield replace(node, outputs=(made,), output_slots=(0,))
 
-    def _is_shared(self, name: str, use: Placement) -> bool:
-        """Whether an undivided value is read as a partial sum."""
-        return use == P and self._is_whole(name)
-
     def _share(self, name: str, use: Placement, reader: Node) -> Iterator[Node]:
         """Divide a value that depends on no input by the count: the shares sum to it."""
-        if not self._is_shared(name, use) or name in self.shares:
+        if not (use == P and self._is_whole(name)) or name in self.shares:
             return
         self.shares[name] = self._fresh(f"{name}_share")
         self.types[self.shares[name]] = self.graph.types[name]
@@ -401,14 +397,10 @@ class _MicroBatchBuilder:
 
 def _with_operand_names(node: Node, names: Sequence[str]) -> Node:
     supply = iter(names)
-    renamed: Node = map_tree(node, lambda item: Ref(next(supply)) if isinstance(item, Ref) else item)
-    return renamed
+    return map_tree(node, lambda item: Ref(next(supply)) if isinstance(item, Ref) else item)
 
 
 def _with_names(call: LocalCall, node: Node, names: Sequence[str]) -> LocalCall:
     """The local form with the micro-batch's names of its operands."""
     local = dict(zip(node.inputs, names, strict=True))
-    renamed: LocalCall = map_tree(
-        call, lambda item: Ref(local.get(item.name, item.name)) if isinstance(item, Ref) else item
-    )
-    return renamed
+    return map_tree(call, lambda item: Ref(local.get(item.name, item.name)) if isinstance(item, Ref) else item)

@@ -39,11 +39,6 @@ from autoshard.passes.rules.facts import is_random
 from autoshard.passes.rules.families.factory import FILL_OPS
 from autoshard.passes.search import CostNetwork, solve
 
-LATER_DIM_COST = 1e-3
-"""cost per dim before the divided one: the first dim that can be divided is the batch"""
-PART_COST = 1.0
-"""cost of slicing a replicated value"""
-
 
 @dataclass(frozen=True)
 class Separation:
@@ -90,7 +85,7 @@ class _SeparationNetwork:
         graph = self.graph
         self.input_free = _input_free_values(graph)
         self.sliceable = _sliceable_values(graph)
-        free = {i.name for i in graph.inputs if i.kind == "input" and not graph.types[i.name].unknown}
+        free = {i.name for i in graph.of_kind("input") if not graph.types[i.name].unknown}
         made: dict[str, tuple[str, list[Placement]]] = {
             i.name: (f"input:{i.name}", [R]) for i in graph.inputs if i.name not in free
         }
@@ -130,7 +125,7 @@ class _SeparationNetwork:
         def cost(a: Placement, b: Placement) -> float:
             if a == b or (shares and (a, b) == (R, P)):
                 return 0.0
-            return PART_COST if parts and a == R and isinstance(b, Shard) and not isinstance(b, Grouped) else np.inf
+            return 1.0 if parts and a == R and isinstance(b, Shard) and not isinstance(b, Grouped) else np.inf
 
         table = [[cost(a, b) for b in uses] for a in made[1]]
         self.edges.append((made[0], reader, np.array(table).reshape(len(made[1]), len(uses))))
@@ -141,7 +136,7 @@ class _SeparationNetwork:
             return np.inf
         if not isinstance(placement, Shard) or isinstance(placement, Grouped):
             return 0.0 if placement == R else np.inf
-        return LATER_DIM_COST * placement.dim
+        return 1e-3 * placement.dim  # the first dim that can be divided is the batch
 
     def _exits(self, name: str) -> list[Placement]:
         """Placements of an output: the loss must be a sum, others may be concatenated."""
@@ -160,10 +155,9 @@ class _SeparationNetwork:
 
     def _stands_alone(self, strategy: Strategy, node: Node) -> bool:
         graph, count = self.graph, self.mesh.size
-        names = (*node.inputs, *node.outputs)
+        names = node.values
         placed = tuple(
-            (normalize_placement(p, graph.types[n].grad),)
-            for n, p in zip(names, (*strategy.inputs, *strategy.outputs), strict=True)
+            (normalize_placement(p, graph.types[n].grad),) for n, p in zip(names, strategy.placements, strict=True)
         )
         for name, (placement,) in zip(names, placed, strict=True):
             type_ = graph.types[name]
@@ -225,7 +219,7 @@ class _SeparationNetwork:
                 f"as the hints ask ({named}). Name other dims for the axis {MICRO_BATCH!r}, or "
                 "leave the hint out: the dims are then searched."
             )
-        lengths = [types[i.name].shape[0] for i in self.graph.inputs if i.kind == "input" and types[i.name].shape]
+        lengths = [types[i.name].shape[0] for i in self.graph.of_kind("input") if types[i.name].shape]
         longest, others = max(lengths, default=0), any(n % count == 0 for n in lengths)
         jagged = " If its rows are jagged bags, they are not a batch: use micro_batches=1." if others else ""
         for i in self.graph.inputs:
@@ -280,7 +274,7 @@ class _SeparationNetwork:
     def batch_dependent(self) -> frozenset[str]:
         """Values that depend on the batch: they must be sharded or Partial."""
         graph, count = self.graph, self.mesh.size
-        given = (i.name for i in graph.inputs if i.kind == "input")
+        given = (i.name for i in graph.of_kind("input"))
         found = {name for name in given if any(n % count == 0 for n in graph.types[name].shape)}
         return values_reached(graph, found) - self.input_free
 
@@ -341,8 +335,8 @@ def local_call(node: Node, graph: Graph, mesh: Mesh, strategy: Strategy) -> Loca
     rule, strategy = rule_for(node.op), as_single_dim(strategy)
     if rule is None or rule.local is None:
         return LocalCall(node.op, node.args, node.kwargs)
-    names = (*node.inputs, *node.outputs)
-    pairs = zip(names, (*strategy.inputs, *strategy.outputs), strict=True)
+    names = node.values
+    pairs = zip(names, strategy.placements, strict=True)
     placed = tuple((normalize_placement(p, graph.types[n].grad),) for n, p in pairs)
     call = rule.local(replace(op_site(node, graph, mesh, (strategy,), placed), in_micro_batch=True))
     specs = [x for x in call.args if isinstance(x, LocalCall) and x.fn in SPEC_TYPES]

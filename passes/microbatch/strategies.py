@@ -35,7 +35,7 @@ def partial_with_constant(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     """
     if node.op not in ADDITIONS or len(node.inputs) != 1 or isinstance(node.argument("other"), Ref):
         return ()
-    operand, result = (graph.types[name].dtype for name in (*node.inputs, *node.outputs))
+    operand, result = (graph.types[name].dtype for name in node.values)
     if operand not in SUMMABLE_DTYPES or not (result.is_floating_point or result.is_complex):
         return ()
     return (Strategy("P(number)", (P,), (P,)),)
@@ -106,7 +106,7 @@ def concat_strategies(
         ratios = {joined[n][1] if n in joined and joined[n][0] == p.dim else () for n, p in cut}
         if not strategy.divides or len(ratios) != 1 or not (ratio := ratios.pop()):
             continue
-        names = (*node.inputs, *node.outputs)
+        names = node.values
         lengths = [
             graph.shape(n)[p.dim] for n, p in zip(names, strategy.placements, strict=True) if isinstance(p, Shard)
         ]

@@ -203,8 +203,7 @@ class BoundarySearch:
         """
         once = np.concatenate([[0.0], np.cumsum([p.once for p in self.pieces])])
         own = once - once[first, None] if stage == 0 or self.schedule == "zero_bubble" else once[1]
-        found: Array = self._floor_of_batches(stage, first) + own
-        return found
+        return self._floor_of_batches(stage, first) + own
 
     def _floor_of_batches(self, stage: int, first: int | slice) -> Array:
         """The part of :meth:`_floor` up to the end of all micro-batches.
@@ -302,8 +301,7 @@ class BoundarySearch:
         values = [getattr(p, what) for p in self.pieces]
         values = [p.kept if math.isnan(x) else x for x, p in zip(values, self.pieces, strict=True)]
         before: Array = np.concatenate([[0.0], np.cumsum(values)])
-        found: Array = before[None, :] - before[:, None]
-        return found
+        return before[None, :] - before[:, None]
 
     def _largest(self) -> Array:
         """float64 [segments + 1, segments + 1]: the largest working memory of one segment."""

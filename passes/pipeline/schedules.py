@@ -23,7 +23,6 @@ from autoshard.errors import PlanError
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import LocalCall, Program, Statement, reads
 from autoshard.passes.rules.facts import is_view
-from autoshard.torch_private.ops import OpOverload
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
@@ -347,17 +346,14 @@ def split_backward(program: Program) -> Program:
     weights = set(program.graph.parameters)
     statements = []
     for s in program.statements:
-        converts = s.parameter or (s.node is not None and s.step is None and _is_repeatable(s.node.op))
+        converts = s.parameter or (
+            s.node is not None and s.step is None and (is_view(s.node.op) or s.node.op is aten._to_copy.default)
+        )
         if converts and weights.issuperset(reads(s)):
             weights.update(s.outputs)
         fits = s.call.fn in SPLIT_PRODUCTS and _is_splittable_product(s, weights, program)
         statements.append(replace(s, call=replace(s.call, fn=SPLIT_PRODUCTS[s.call.fn])) if fits else s)
     return replace(program, statements=tuple(statements))
-
-
-def _is_repeatable(op: OpOverload) -> bool:
-    """Whether the backward of ``op`` may run in both parts: it saves nothing."""
-    return is_view(op) or op is aten._to_copy.default
 
 
 def _is_splittable_product(s: Statement, weights: set[str], program: Program) -> bool:

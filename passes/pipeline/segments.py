@@ -345,7 +345,7 @@ def boundaries_from_homes(pieces: SegmentedGraph, homes: Mapping[str, tuple[int,
                 f"left copies in stages {', '.join(map(str, held))}. Compile with an example of "
                 "the call that writes it, or ask for fewer stages."
             )
-    kept = (i for i in graph.inputs if i.kind in ("parameter", "buffer"))
+    kept = (i for i in graph.of_kind("parameter", "buffer"))
     stages = {i.name: frozenset(homes[i.fqn]) for i in kept if i.fqn in homes}
     found, stage, everywhere = list[int](), 0, frozenset(range(count))
     for place, node in enumerate(graph.nodes):
@@ -374,7 +374,7 @@ def with_trained_parameters(graph: Graph, cuts: Sequence[int]) -> tuple[int, ...
     Without a backward: where it has no parameter of its own, by which later calls find their
     stages; a tied head does not count.
     """
-    parameters = [i.name for i in graph.inputs if i.kind == "parameter"]
+    parameters = [i.name for i in graph.of_kind("parameter")]
     trained = {n for n in parameters if (graph.types[n].grad if graph.training else len(graph.uses[n]) == 1)}
     reads = [place for place, node in enumerate(graph.nodes) if any(name in trained for name in node.inputs)]
     found, end, prepared = list(cuts), len(graph.nodes), weight_preparation(graph)

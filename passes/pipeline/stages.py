@@ -38,7 +38,7 @@ class Stage:
     def given(self) -> tuple[str, ...]:
         """Names of the user's inputs that the stage reads."""
         received = frozenset(self.received)
-        return tuple(i.name for i in self.graph.inputs if i.kind == "input" and i.name not in received)
+        return tuple(i.name for i in self.graph.of_kind("input") if i.name not in received)
 
     def reads(self, name: str) -> bool:
         """Whether the data of an input are read, not only its dynamic shape."""
@@ -47,7 +47,7 @@ class Stage:
     @property
     def held(self) -> tuple[str, ...]:
         """Original names of the parameters and buffers that the stage reads or writes."""
-        return tuple(i.fqn for i in self.graph.inputs if i.kind in ("parameter", "buffer"))
+        return tuple(i.fqn for i in self.graph.of_kind("parameter", "buffer"))
 
     @property
     def message_bytes(self) -> int:
@@ -74,7 +74,7 @@ class Stages:
         One that no stage reads (counters in evaluation) stays with its module, where other calls
         read it.
         """
-        found: dict[str, tuple[int, ...]] = {i.fqn: () for i in self.whole.inputs if i.kind in ("parameter", "buffer")}
+        found: dict[str, tuple[int, ...]] = {i.fqn: () for i in self.whole.of_kind("parameter", "buffer")}
         for stage in self.each:
             for fqn in stage.held:
                 found[fqn] = (*found[fqn], stage.number)
@@ -90,7 +90,7 @@ class Stages:
     @property
     def tied(self) -> Mapping[str, tuple[int, ...]]:
         """Parameters of several stages, whose gradients are summed over them."""
-        names = {i.fqn for i in self.whole.inputs if i.kind == "parameter"}
+        names = {i.fqn for i in self.whole.of_kind("parameter")}
         return {fqn: stages for fqn, stages in self.homes.items() if fqn in names and len(stages) > 1}
 
     def __str__(self) -> str:

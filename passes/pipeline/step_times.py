@@ -39,8 +39,7 @@ def cut_step_seconds(orders: Orders, cuts: Sequence[Sequence[StageSeconds]]) -> 
         if number >= 0:
             made[number] = end
     once = np.array([[cut[s].once for cut in cuts] for s in range(last + 1)])
-    found: Array = np.max([end + once[rank :: len(orders)].sum(axis=0) for rank, end in enumerate(ends)], axis=0)
-    return found
+    return np.max([end + once[rank :: len(orders)].sum(axis=0) for rank, end in enumerate(ends)], axis=0)
 
 
 def _action_seconds(cut: Sequence[StageSeconds], kind: str, stage: int) -> float:

@@ -80,7 +80,7 @@ class SavedTensorTables:
         operands = tuple(np.zeros(count, dtype=bool) for _ in node.inputs)
         results = tuple(np.zeros(count, dtype=bool) for _ in node.outputs)
         private, own, work = np.zeros(count), np.zeros(count), np.zeros(count)
-        if self.graph.training and any(self.graph.types[o].grad for o in node.outputs):
+        if self.graph.training and self.graph.is_differentiable(node):
             for i, choice in enumerate(space.choices):
                 placed = [p[i] for p in (*space.inputs, *space.outputs)]
                 ins, outs, private[i], work[i] = self._saved_tensors(node, choice, placed)
@@ -96,7 +96,7 @@ class SavedTensorTables:
     ) -> tuple[frozenset[int], frozenset[int], float, float]:
         """(saved operands, saved results, bytes of other saved tensors, workspace bytes)."""
         types = self.graph.types
-        pairs = list(zip((*node.inputs, *node.outputs), placed, strict=True))
+        pairs = list(zip(node.values, placed, strict=True))
         results = sum(self._bytes(n, p) for n, p in pairs[len(node.inputs) :] if types[n].grad)
         call = self._local_form(node, choice, placed)
         if call is not None:

@@ -42,7 +42,7 @@ def free_buffers(graph: Graph, given: Collection[str], constraints: Collection[s
 
     In training, where they are running statistics, only hinted ones.
     """
-    buffers = {i.fqn for i in graph.inputs if i.kind == "buffer"}
+    buffers = {i.fqn for i in graph.of_kind("buffer")}
     states = {old for fqn, old in graph.states.items() if fqn in buffers and old not in given}
     return frozenset(n for n in states if not graph.training or n in constraints)
 
@@ -269,7 +269,7 @@ def micro_batch_placements(
             raise HintError(
                 f"hint {constraint.pattern!r} names axis {MICRO_BATCH!r}, along which inputs are "
                 f"divided into micro-batches, but {constraint.name!r} is not an input. Inputs: "
-                f"{', '.join(i.fqn for i in graph.inputs if i.kind == 'input')}"
+                f"{', '.join(i.fqn for i in graph.of_kind('input'))}"
             )
     return {name: dict(constraint.axes)[MICRO_BATCH] for name, constraint in found.items()}
 
@@ -334,7 +334,7 @@ def _hint_targets(pattern: str, hint: Any, graph: Graph) -> list[tuple[str, str,
                 )
             found.append((module, "module", hint))
             continue
-        parameters = [i for i in graph.inputs if i.kind == "parameter"]
+        parameters = list(graph.of_kind("parameter"))
         owned = [i for i in parameters if any(n.startswith(module + ".") for n in (i.fqn, *i.aliases))]
         direct = [i for i in owned if any(n.rpartition(".")[0] == module for n in (i.fqn, *i.aliases))]
         if not (owned if hint == "replicate" else direct):
@@ -381,7 +381,7 @@ def modules_of(graph: Graph) -> list[str]:
 
 def _parent_modules(graph: Graph) -> list[str]:
     """Paths of modules with parameters, buffers or running modules, as of ``nn.ModuleList``."""
-    held = (n for i in graph.inputs if i.kind in ("parameter", "buffer") for n in (i.fqn, *i.aliases))
+    held = (n for i in graph.of_kind("parameter", "buffer") for n in (i.fqn, *i.aliases))
     return enclosing_modules([*held, *modules_of(graph)])
 
 
@@ -480,4 +480,4 @@ def wanted_output_layouts(states: Mapping[str, Layout], graph: Graph) -> dict[st
 def kept_buffer_layouts(tensors: Mapping[str, Layout] | None, graph: Graph) -> dict[str, Layout]:
     """Layouts of buffers kept since an earlier compilation, by name."""
     known = tensors or {}
-    return {i.name: known[i.fqn] for i in graph.inputs if i.kind == "buffer" and i.fqn in known}
+    return {i.name: known[i.fqn] for i in graph.of_kind("buffer") if i.fqn in known}

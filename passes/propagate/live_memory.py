@@ -157,8 +157,7 @@ class LiveMemory:
             pairs = ((node.inputs, space.inputs), (node.outputs, space.outputs))
             operands, results = ([self.network.bytes(*x) for x in zip(*pair, strict=True)] for pair in pairs)
             self.known[key] = np.maximum(keeps.work, sum(operands) + sum(results)), keeps.own, results
-        found: tuple[FloatArray, FloatArray, list[FloatArray]] = self.known[key]
-        return found
+        return self.known[key]
 
     # --- edges ---
 
@@ -206,8 +205,7 @@ class LiveMemory:
                 else:
                     total += self._link_bytes(link, columns, rows).swapaxes(1, 2)
             self.known[key] = total[0], total[1]
-        moved: tuple[FloatArray, FloatArray] = self.known[key]
-        return moved
+        return self.known[key]
 
     def _link_bytes(self, link: ValueEdge, given: Classes, asked: Classes) -> FloatArray:
         """:meth:`_moved` of one link for some states of its ends: float64 [2, states, states]."""
@@ -261,5 +259,4 @@ def _label_means(labels: Sequence[Hashable], values: Sequence[Sequence[float]]) 
 def _state_per_class(table: Matrix, axis: int) -> Classes:
     """One state per stored row or column."""
     where = (table.rows, table.columns)[axis] if isinstance(table, CompactMatrix) else np.arange(table.shape[axis])
-    found: Classes = np.unique(where, return_index=True)[1]
-    return found
+    return np.unique(where, return_index=True)[1]

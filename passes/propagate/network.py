@@ -337,8 +337,7 @@ class LayoutNetwork:
             holds = self.keeps.of(node, space).results[slot] if self.remembers else None
             held = holds if holds is not None and holds.any() else None
             self.known[key] = EdgeSide(space.outputs[slot], tags, node.name in self.views, holds=held)
-        side: EdgeSide = self.known[key]
-        return side
+        return self.known[key]
 
     # --- edges ---
 
@@ -399,8 +398,7 @@ class LayoutNetwork:
             if asked:
                 union.update(dict.fromkeys(candidate_placements(self.graph.types[value], self.mesh)))
             self.known[key] = tuple(union)
-        states: tuple[Placements, ...] = self.known[key]
-        return states
+        return self.known[key]
 
     # --- inputs and outputs ---
 
@@ -447,8 +445,7 @@ class LayoutNetwork:
         if key not in self.known:
             every = candidate_placements(type_, self.mesh, replicated=whole) + fixed_placements(type_, self.mesh)
             self.known[key] = every if constraint is None else constraint.allowed(every, type_, self.mesh, whole)
-        states: tuple[Placements, ...] = self.known[key]
-        return states
+        return self.known[key]
 
     def _output_states(self, number: int, name: str) -> tuple[Placements, ...]:
         """Layouts of an output, the wanted one if possible. Scalars are replicated; no partial sums."""
@@ -469,8 +466,7 @@ class LayoutNetwork:
 
     def _interned(self, key: Any, states: tuple[Placements, ...]) -> tuple[Placements, ...]:
         """One tuple object per key."""
-        found: tuple[Placements, ...] = self.known.setdefault(key, states)
-        return found
+        return self.known.setdefault(key, states)
 
     def bytes(self, value: str, placed: Sequence[Placements]) -> np.ndarray:
         return costs.bytes_per_layout(self.graph.types[value], placed, self.mesh)

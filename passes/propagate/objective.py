@@ -100,8 +100,7 @@ class ChosenNetwork(LayoutNetwork):
         key = "table", self.tables.key(link)
         if key not in self.known:
             self.known[key] = self.tables.of(link, self.remembers)
-        found: EdgeTable = self.known[key]
-        return found
+        return self.known[key]
 
     @cached_property
     def states(self) -> Mapping[str, int]:
@@ -115,8 +114,7 @@ class ChosenNetwork(LayoutNetwork):
 
     def cost(self, parts: StepParts, *shape: int) -> np.ndarray:
         """The network's cost of ``parts``, without its rows."""
-        found: np.ndarray = tables_of_step(parts, shape, self.mesh.overlap, self.graph.passes).cost  # type: ignore[assignment]
-        return found
+        return tables_of_step(parts, shape, self.mesh.overlap, self.graph.passes).cost  # type: ignore[return-value]
 
     def around(self, name: str, states: Mapping[str, int], without: str = "") -> StepParts:
         """Seconds of a variable and its edges, except that to ``without``, per state; others in ``states``."""

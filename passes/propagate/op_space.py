@@ -199,7 +199,7 @@ def _cheapest_by_layout(
     waits: SkewSeconds,
 ) -> list[_PricedChoice]:
     """For all layouts of operands and results the cheapest choice with them."""
-    types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
+    types = [graph.types[name] for name in node.values]
     seconds = costs.node_timer(node, graph, mesh, traffic)
     best: dict[Any, _PricedChoice] = {}
     for choice, key, placed, shapes in _with_local_shapes(choices, types, mesh):
@@ -279,8 +279,7 @@ def memory_traffic(graph: Graph, mesh: Mesh) -> Mapping[str, Traffic]:
         return {}
     if "traffic" not in graph.known:
         graph.known["traffic"] = fused_traffic(graph)
-    found: Mapping[str, Traffic] = graph.known["traffic"]
-    return found
+    return graph.known["traffic"]
 
 
 def axis_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
@@ -288,7 +287,7 @@ def axis_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
     rule = rule_for(node.op)
     found: tuple[Strategy, ...] = ()
     if rule is not None and not needs_full_tensors(node, graph.types, rule):
-        types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
+        types = [graph.types[name] for name in node.values]
         try:
             found = tuple(s for s in rule.strategies(node, graph) if keeps_unknown_unsharded(s, types))
         except RuleError:

@@ -143,7 +143,7 @@ def _checkpoint_states(graph: Graph, module: Mapping[str, str]) -> dict[str, int
 def _selective_states(graph: Graph) -> dict[str, int]:
     """Attention matrices and what leads to them from products; else elementwise operations."""
     found = {node.name: 2 for node in graph.nodes if _keeps_matrix(node, graph)}
-    products = {n.name for n in graph.nodes if _is_activation_product(n, graph)}
+    products = {n.name for n in graph.nodes if _has_flops(n) and graph.parameters.isdisjoint(n.inputs)}
     for node in graph.nodes:  # from a product of activations to the next one
         if node.name in products and (between := _until_product(node, graph, products)):
             found.update(dict.fromkeys((node.name, *between), 2))
@@ -157,12 +157,7 @@ def _keeps_matrix(node: Node, graph: Graph) -> bool:
     if not _has_flops(node):
         return False
     inside = sum(t.nbytes for t in saved_for_backward(node, graph.types).intermediates)
-    return inside > sum(graph.types[n].nbytes for n in (*node.inputs, *node.outputs))
-
-
-def _is_activation_product(node: Node, graph: Graph) -> bool:
-    """Whether it is a product of activations."""
-    return _has_flops(node) and graph.parameters.isdisjoint(node.inputs)
+    return inside > sum(graph.types[n].nbytes for n in node.values)
 
 
 def _until_product(node: Node, graph: Graph, products: set[str]) -> list[str]:
@@ -218,7 +213,7 @@ def duplicable_nodes(graph: Graph, at_most: float = CHEAP_FLOPS_PER_ELEMENT) -> 
             and not has_effect(node)
             and (node.op.namespace == "aten" or rule_for(node.op) is not None)  # custom operations may draw or write
             and not any(name in fixed for name in node.inputs)
-            and not any(graph.types[o].grad for o in node.outputs)
+            and not graph.is_differentiable(node)
             and node_flops(node, graph) <= at_most * results
         ):
             found.add(node.name)

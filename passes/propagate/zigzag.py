@@ -126,7 +126,7 @@ def _propagate_links(
 
     def add(node: Node, link: SequenceLink) -> None:
         found[node.name] = link
-        for value, dim in zip((*node.inputs, *node.outputs), (*link.inputs, *link.outputs), strict=True):
+        for value, dim in zip(node.values, (*link.inputs, *link.outputs), strict=True):
             if dim is None:
                 continue
             if dims.setdefault(value, dim) != dim:
@@ -156,7 +156,7 @@ def _propagate_links(
 
 
 def _link_touches(node: Node, link: SequenceLink, value: str, dim: int) -> bool:
-    return (value, dim) in zip((*node.inputs, *node.outputs), (*link.inputs, *link.outputs), strict=True)
+    return (value, dim) in zip(node.values, (*link.inputs, *link.outputs), strict=True)
 
 
 def _attention_link(node: Node, graph: Graph) -> SequenceLink:
@@ -180,7 +180,7 @@ def order_free_links(node: Node, graph: Graph) -> Iterator[SequenceLink]:
     for strategy in axis_strategies(node, graph):
         inputs, outputs = (tuple(map(_sharded_dim, placed)) for placed in (strategy.inputs, strategy.outputs))
         if _is_order_free(strategy) and (adds or (None not in outputs and own not in inputs[:1])):
-            pairs = zip((*node.inputs, *node.outputs), (*inputs, *outputs), strict=True)
+            pairs = zip(node.values, (*inputs, *outputs), strict=True)
             if len({graph.shape(value)[dim] for value, dim in pairs if dim is not None}) == 1:
                 yield SequenceLink(inputs, outputs)
 
@@ -228,7 +228,7 @@ def makers_and_readers(graph: Graph, found: Mapping[str, SequenceLink]) -> dict[
     made: dict[str, tuple[str, set[str]]] = {}
     for node in graph.nodes:
         if node.name in found:
-            along = zip((*node.inputs, *node.outputs), _link_dims(found[node.name]), strict=True)
+            along = zip(node.values, _link_dims(found[node.name]), strict=True)
             made |= {value: (SEQUENTIAL_ORDER, set()) for value, dim in along if dim is not None and value not in made}
     for node in graph.nodes:
         link = found.get(node.name)

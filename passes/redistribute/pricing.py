@@ -18,11 +18,6 @@ from autoshard.passes.ir.sizes import Size
 from autoshard.passes.redistribute.layout_graph import Floats, Ints, LayoutSpace, LayoutState, layout_space
 from autoshard.runtime.transport.move import COLLECTIVES
 
-ROW_INDEX_BYTES = 8
-"""bytes of a row number"""
-SPARSE_MESSAGES = 3
-"""collectives of a sparse gradient: row counts, row numbers, rows"""
-
 BUCKETED_KINDS = ("all_gather", "enter")
 """moves that parameters coalesce: gathers of shards, and gradient sums of replicas"""
 
@@ -191,7 +186,7 @@ def _sparse_backward_bytes(graph: LayoutSpace, sizes: Ints, back: int, looked_up
             sums = move.backward in ("all_reduce", "reduce_scatter")
             rows = min(int(sizes[0]), -(-looked_up // n) if sums else looked_up)
             rows, *rest = (-(-a // c) for a, c in zip((rows, *map(int, sizes[1:])), graph.cuts[move.dst], strict=True))
-            found[i] = graph.ranks * (n - 1) * rows * (math.prod(map(int, rest)) * back + ROW_INDEX_BYTES)
+            found[i] = graph.ranks * (n - 1) * rows * (math.prod(map(int, rest)) * back + torch.int64.itemsize)
     return found
 
 
@@ -200,7 +195,8 @@ def _sparse_gather_seconds(mesh: Mesh, graph: LayoutSpace, gradients: Ints) -> F
     found = np.zeros(len(graph.moves))
     for i in np.flatnonzero(gradients):
         latency, per_byte = mesh.link([mesh.axes[a] for a in graph.moves[i].group]).rate("all_gather")
-        found[i] = SPARSE_MESSAGES * (latency + mesh.hardware.kernel_latency) + per_byte * gradients[i] / graph.ranks
+        # row counts, row numbers, rows
+        found[i] = 3 * (latency + mesh.hardware.kernel_latency) + per_byte * gradients[i] / graph.ranks
     return found
 
 
@@ -280,7 +276,7 @@ def _move_rate(
 ) -> tuple[float, float]:
     """(seconds, seconds per byte) of one move: α-β per collective, traffic per local copy."""
     link = mesh.link([mesh.axes[a] for a in group])
-    fixed, rate = local_step(mesh.hardware), 0.0
+    fixed, rate = 1e-3 * mesh.hardware.kernel_latency + 1e-24, 0.0
     for kind, width, sent in ((forward, 1.0, _rated_kind(forward, scalar)), (backward, back, backward)):
         volume = graph.volume(kind, group, order) / graph.ranks
         if sent is not None and volume:
@@ -301,11 +297,6 @@ Without them a small gather would lose to an all-reduce of padded shards, faster
 
 def _launch_count(forward: str, backward: str | None, grad: bool) -> int:
     return _KERNELS.get(forward, 0) + (_KERNELS_BACK.get(forward, 0) if grad and backward is None else 0)
-
-
-def local_step(hardware: Hardware) -> float:
-    """Seconds charged to any step, so that none is free: 1/1000 of a launch, or next to nothing."""
-    return 1e-3 * hardware.kernel_latency + 1e-24
 
 
 def _copy_bandwidth(hardware: Hardware) -> float:

@@ -115,12 +115,8 @@ def _can_be_summed(node: Node, graph: Graph, group: tuple[int, ...]) -> bool:
     outs = [graph.types[name].dtype for name in node.outputs]
     if not ins or not SUMMABLE_DTYPES.issuperset(ins + outs):
         return False
-    fractional = any(_is_fractional(d) for d in ins)
-    return not fractional or all(_is_fractional(d) for d in outs)
-
-
-def _is_fractional(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+    fractional = any(d.is_floating_point or d.is_complex for d in ins)
+    return not fractional or all(d.is_floating_point or d.is_complex for d in outs)
 
 
 # Building blocks of rules.
@@ -195,7 +191,7 @@ class Site:
         """The site with the example's sizes in place of symbolic ones, for costs."""
         if not self.graph.symbols.read:
             return self
-        types = {name: self.graph.types[name].example for name in (*self.node.inputs, *self.node.outputs)}
+        types = {name: self.graph.types[name].example for name in self.node.values}
         return replace(self, graph=replace(self.graph, types=types))
 
     def axes(self, label: str) -> tuple[str, ...]:
@@ -232,7 +228,7 @@ class Site:
     @property
     def grad(self) -> bool:
         """Whether any result requires a gradient."""
-        return any(self.graph.types[name].grad for name in self.node.outputs)
+        return self.graph.is_differentiable(self.node)
 
     def local_sizes(self, layout: Layout, shape: Sequence[int]) -> list[int | Local]:
         """The local sizes of a tensor of global ``shape``; ints for unsharded dims."""

@@ -8,19 +8,20 @@ mode sees every temporary tensor, a recording communicator what ranks send.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoshard import runtime
 from autoshard.aten import aten, result_list
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs, map_tree
+from autoshard.passes.ir.graph import Graph, Ref, map_refs, map_tree
 from autoshard.passes.ir.program import InternalCollective, Local, LocalCall, Offset
 from autoshard.passes.rules.facts import makes_tensor
 from autoshard.runtime.transport.communicator import Communicator, bind
@@ -29,20 +30,13 @@ from autoshard.runtime.transport.rank_coroutines import Arrival, Collective, Hop
 from autoshard.torch_private.dispatch import TorchDispatchMode, storage_id
 from autoshard.torch_private.fake import suggest_memory_format
 
-NodeObserver = Callable[[Node, tuple[torch.Tensor, ...]], None]
 
-
-def interpret(
-    graph: Graph,
-    inputs: Mapping[str, torch.Tensor],
-    observe: NodeObserver | None = None,
-    device: torch.device | None = None,
-) -> dict[str, Any]:
+def interpret(graph: Graph, inputs: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Any]:
     """All values of ``graph`` by name, computed with the real ops and recorded by autograd.
 
     ``inputs``: one tensor per entry of ``graph.inputs`` (constants are optional); set
-    ``requires_grad`` yourself. ``observe(node, results)`` is called after each node. Buffers are
-    not written back: new values are in ``graph.mutations``. Raises KeyError for a missing input.
+    ``requires_grad`` yourself. Buffers are not written back: new values are in ``graph.mutations``.
+    Raises KeyError for a missing input.
     """
     values: dict[str, Any] = dict(graph.constants)
     values.update({i.name: inputs[i.name] for i in graph.inputs if i.kind != "constant" or i.name in inputs})
@@ -56,15 +50,11 @@ def interpret(
             kwargs.setdefault("device", device)
         results = result_list(node.op(*args, **kwargs))
         values.update({name: results[slot] for name, slot in zip(node.outputs, node.output_slots, strict=True)})
-        if observe is not None:
-            observe(node, tuple(values[name] for name in node.outputs))
     return values
 
 
 def model_outputs(graph: Graph, values: Mapping[str, Any]) -> Any:
     """The model's output object, rebuilt from the values of :func:`interpret`."""
-    import torch.utils._pytree as pytree
-
     flat = [map_refs(out, lambda ref: values[ref.name]) for out in graph.outputs]
     return pytree.tree_unflatten(flat[: graph.out_spec.num_leaves], graph.out_spec)
 
@@ -82,10 +72,10 @@ class TensorSpec(NamedTuple):
     grad: bool
 
     @classmethod
-    def of(cls, x: torch.Tensor) -> TensorSpec:
+    def of(cls, x: Tensor) -> TensorSpec:
         return cls(tuple(x.shape), tuple(x.stride()), x.dtype, x.requires_grad)
 
-    def empty(self) -> torch.Tensor:
+    def empty(self) -> Tensor:
         """A meta tensor of this form."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta").requires_grad_(self.grad)
 
@@ -196,9 +186,9 @@ class AbstractRun:
         given = {name: form.empty() for name, form in operands.items()}
         scratch_ops = SCRATCH_KERNELS if self.cpu else frozenset()
         seen = _StorageCounter(self.results, given.values(), scratch_ops=scratch_ops)
-        kept: list[torch.Tensor] = []
+        kept: list[Tensor] = []
 
-        def pack(x: torch.Tensor) -> torch.Tensor:
+        def pack(x: Tensor) -> Tensor:
             kept.append(x)
             return x
 
@@ -208,7 +198,7 @@ class AbstractRun:
         numbers = {storage_id(x): i for i, x in enumerate(given.values())}
         new: list[int] = []
 
-        def number(x: torch.Tensor) -> int:
+        def number(x: Tensor) -> int:
             if storage_id(x) not in numbers:
                 numbers[storage_id(x)] = ~len(new)
                 new.append(x.untyped_storage().nbytes())
@@ -221,7 +211,7 @@ class AbstractRun:
         gradients, backward_peak = _run_backward(made, list(given.values()), old)
         return Outcome(results, tuple(new), keeps, forward_peak, gradients, backward_peak)
 
-    def _value(self, tree: Any, given: Mapping[str, torch.Tensor]) -> Any:
+    def _value(self, tree: Any, given: Mapping[str, Tensor]) -> Any:
         """``tree`` with tensors for references, numbers for local lengths, and its calls run."""
 
         def value(item: Any) -> Any:
@@ -263,47 +253,44 @@ def _run_call(call: LocalCall, cpu: bool) -> Any:
 
 
 def _meta_group_norm(
-    x: torch.Tensor,
+    x: Tensor,
     num_groups: int,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     """Group norm as on CPUs: unlike the meta kernel they do not copy a channels-last operand."""
     n, c = x.shape[:2]
     x = x.contiguous(memory_format=suggest_memory_format(x))
-    out: torch.Tensor = aten.native_group_norm(x, weight, bias, n, c, x.shape[2:].numel(), num_groups, eps)[0]
-    return out
+    return aten.native_group_norm(x, weight, bias, n, c, x.shape[2:].numel(), num_groups, eps)[0]
 
 
 def _meta_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Scaled dot-product attention by a fused kernel where one applies, as real devices choose."""
     one_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
     plain = len(query.shape) == 4 and one_width and key.shape[-3] == value.shape[-3]
     if plain and not dropout_p and not (attn_mask is not None and attn_mask.requires_grad):
         mask = attn_mask.to(query.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
         flash = aten._scaled_dot_product_flash_attention_for_cpu
-        out: torch.Tensor = flash(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
-        return out
-    made: torch.Tensor = aten._scaled_dot_product_attention_math(
+        return flash(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+    return aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
-    return made
 
 
 def _run_backward(
-    made: Sequence[torch.Tensor | None], operands: Sequence[torch.Tensor], seen: _StorageCounter
+    made: Sequence[Tensor | None], operands: Sequence[Tensor], seen: _StorageCounter
 ) -> tuple[tuple[int | None, ...], int]:
     """Bytes of the gradients of ``operands``, and the peak of new bytes in ``seen``."""
     ends = [x for x in made if x is not None and x.requires_grad]
@@ -332,8 +319,8 @@ class _StorageCounter(TorchDispatchMode):
     def __init__(
         self,
         results: ResultCache,
-        known: Iterable[torch.Tensor],
-        kept: Iterable[torch.Tensor] = (),
+        known: Iterable[Tensor],
+        kept: Iterable[Tensor] = (),
         scratch_ops: Set[Any] = frozenset(),
     ) -> None:
         """``results``: cache of earlier ops, extended here. ``scratch_ops``: as :data:`SCRATCH_KERNELS`."""
@@ -347,7 +334,7 @@ class _StorageCounter(TorchDispatchMode):
         self.kept = [(StorageWeakRef(storage), storage.nbytes()) for storage in alone.values()]
         self.ignored.update({key: ref for key, (ref, _) in zip(alone, self.kept, strict=True)})
 
-    def ignore(self, known: Iterable[torch.Tensor]) -> None:
+    def ignore(self, known: Iterable[Tensor]) -> None:
         """Do not count these tensors. Weak references keep their addresses from being reused."""
         self.ignored.update({storage_id(x): StorageWeakRef(x.untyped_storage()) for x in known})
 
@@ -356,7 +343,7 @@ class _StorageCounter(TorchDispatchMode):
         for key in [k for k, (ref, _) in self.alive.items() if ref.expired()]:
             del self.alive[key]
         for x in pytree.tree_leaves(out):
-            if isinstance(x, torch.Tensor) and storage_id(x) not in self.ignored:
+            if isinstance(x, Tensor) and storage_id(x) not in self.ignored:
                 storage = x.untyped_storage()
                 self.alive[storage_id(x)] = (StorageWeakRef(storage), storage.nbytes())
         gone = sum(n for ref, n in self.kept if ref.expired())
@@ -387,7 +374,7 @@ class _StorageCounter(TorchDispatchMode):
 def _operand_key(x: Any) -> Any:
     """Cache key: equal keys give results of equal form. Raises TypeError if there is none."""
     match x:
-        case torch.Tensor():
+        case Tensor():
             # scalars, and complex tensors with lazy conjugation
             if not x.dim() or x.dtype.is_complex or x.device.type != "meta":
                 raise TypeError
@@ -402,14 +389,14 @@ def _operand_key(x: Any) -> Any:
 
 def _is_alone(out: Any, operands: Any) -> bool:
     """Whether ``out`` is one tensor that fills its own storage."""
-    if not isinstance(out, torch.Tensor) or out.device.type != "meta" or out.dtype.is_complex:
+    if not isinstance(out, Tensor) or out.device.type != "meta" or out.dtype.is_complex:
         return False
-    shared = any(isinstance(x, torch.Tensor) and storage_id(x) == storage_id(out) for x in pytree.tree_leaves(operands))
+    shared = any(isinstance(x, Tensor) and storage_id(x) == storage_id(out) for x in pytree.tree_leaves(operands))
     return not shared and out.untyped_storage().nbytes() == TensorSpec.of(out).empty().untyped_storage().nbytes()
 
 
-def _result_tensors(made: Any) -> list[torch.Tensor | None]:
-    return [x if isinstance(x, torch.Tensor) else None for x in result_list(made)]
+def _result_tensors(made: Any) -> list[Tensor | None]:
+    return [x if isinstance(x, Tensor) else None for x in result_list(made)]
 
 
 _SENT_AS = {
@@ -434,11 +421,10 @@ class _SoleRankCommunicator(Communicator):
         self.sent: list[InternalCollective] = []
         """what ranks send, in the current run"""
 
-    def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
+    def apply(self, move: Move, x: Tensor) -> Tensor:
         """See :meth:`Communicator.apply`."""
         if x.requires_grad and torch.is_grad_enabled():
-            moved: torch.Tensor = _MetaMove.apply(self, move, x)  # type: ignore[no-untyped-call]
-            return moved
+            return _MetaMove.apply(self, move, x)  # type: ignore[no-untyped-call]
         return self.execute(move, x)
 
     def note(self, move: Move, size: float, dtype: torch.dtype) -> None:
@@ -449,7 +435,7 @@ class _SoleRankCommunicator(Communicator):
         what += " (backward)" if self.phase == "backward" else ""
         self.sent.append(InternalCollective(move.kind, move.axes, float(size), self.phase, what))
 
-    def execute(self, move: Move, x: torch.Tensor) -> torch.Tensor:
+    def execute(self, move: Move, x: Tensor) -> Tensor:
         """Run ``move`` without autograd."""
         if move.verb in LOCAL:
             return self.local(move, x)
@@ -480,7 +466,7 @@ class _SoleRankCommunicator(Communicator):
         return fn(*args, **kwargs)
 
 
-def _empty_arrival(hop: Hop) -> tuple[torch.Tensor, ...]:
+def _empty_arrival(hop: Hop) -> tuple[Tensor, ...]:
     if hop.into is not None:
         return (hop.into,)
     return tuple(hop.tensors[0].new_empty(shape) for shape in hop.shapes)
@@ -488,10 +474,10 @@ def _empty_arrival(hop: Hop) -> tuple[torch.Tensor, ...]:
 
 class _MetaMove(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, comm: _SoleRankCommunicator, move: Move, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, comm: _SoleRankCommunicator, move: Move, x: Tensor) -> Tensor:
         ctx.comm, ctx.move = comm, move
         return comm.execute(move, x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return None, None, ctx.comm.execute(ctx.move.backward(), gradient)

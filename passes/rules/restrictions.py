@@ -19,7 +19,7 @@ def needs_full_tensors(node: Node, types: Mapping[str, TensorType], rule: Rule |
     True if it makes or takes such a number, or if the rule's local form computes with such a
     length. A number in place of a tensor operand (``x * n``) counts as a scalar tensor.
     """
-    used = [types[name] for name in (*node.inputs, *node.outputs)]
+    used = [types[name] for name in node.values]
     if all(t.number is None and not t.unknown for t in used):
         return False
     if any(types[name].number is not None for name in node.outputs):
@@ -34,7 +34,7 @@ def needs_full_tensors(node: Node, types: Mapping[str, TensorType], rule: Rule |
 
 def keeps_unknown_unsharded(strategy: Strategy, types: Sequence[TensorType]) -> bool:
     """Whether ``strategy`` leaves dims of unknown length and numbers unsharded."""
-    for placement, type_ in zip((*strategy.inputs, *strategy.outputs), types, strict=True):
+    for placement, type_ in zip(strategy.placements, types, strict=True):
         if isinstance(placement, Shard) and placement.dim in type_.unknown:
             return False
         if type_.number is not None and not isinstance(placement, Replicate | Invariant):
@@ -45,7 +45,7 @@ def keeps_unknown_unsharded(strategy: Strategy, types: Sequence[TensorType]) -> 
 def check_random(graph: Graph) -> None:
     """Raise :class:`RuleError` for a random op with a gradient and no rule: one draw has none."""
     for node in graph.nodes:
-        if is_random(node) and rule_for(node.op) is None and any(graph.types[o].grad for o in node.outputs):
+        if is_random(node) and rule_for(node.op) is None and graph.is_differentiable(node):
             raise RuleError(
                 f"{node.op} in module {node.fqn or '(root)'!r} at {node.source} draws random numbers and "
                 "has a gradient but no sharding rule. One draw for all ranks would lose the gradient. Draw "
@@ -58,7 +58,7 @@ def check_rules(graph: Graph) -> None:
     for node in graph.nodes:
         where = f"in module {node.fqn or '(root)'!r} at {node.source}"
         rigid = needs_full_tensors(node, graph.types, rule_for(node.op))
-        if rigid and any(graph.types[name].unknown for name in (*node.inputs, *node.outputs)):
+        if rigid and any(graph.types[name].unknown for name in node.values):
             raise RuleError(
                 f"{node.op} {where} runs on full tensors, because a length in it depends on the data. "
                 "Use a mask or a fixed size, or compile with strict=False."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,6 +101,20 @@ def by_first_appearance(where: Classes) -> tuple[Classes, Classes]:
     return used[order], rank[inverse]
 
 
+def grid_exponent(used: Iterable[tuple[FloatArray, int]]) -> int:
+    """Exponent of the power of two whose multiples add up exactly. ``used``: arrays, and how often they are summed.
+
+    The sum takes 50 of the 53 bits of float64; messages need the rest.
+    """
+    total = sum(float(np.abs(array[np.isfinite(array)]).max(initial=0.0)) * times for array, times in used)
+    return math.frexp(total)[1] - 50
+
+
+def on_grid(exponent: int, array: FloatArray) -> FloatArray:
+    """``array`` rounded to multiples of that power of two."""
+    return np.ldexp(np.rint(np.ldexp(array, -exponent)), exponent)
+
+
 NUMPY_ENTRIES = 5_000
 """entries up to which the overhead of a torch call exceeds numpy's sum"""
 
@@ -110,8 +125,7 @@ def broadcast_sum(a: FloatArray, b: FloatArray, out: FloatArray | None = None) -
     if entries <= NUMPY_ENTRIES:
         return np.add(a, b, out=out)
     found = None if out is None else torch.from_numpy(out)
-    total: FloatArray = torch.add(torch.from_numpy(a), torch.from_numpy(b), out=found).numpy()
-    return total
+    return torch.add(torch.from_numpy(a), torch.from_numpy(b), out=found).numpy()
 
 
 CHECKSUM_WORDS = 509

@@ -58,8 +58,10 @@ def whole(x: torch.Tensor) -> Any:
 
 
 FUNCTIONS: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
-    losses._CrossEntropySums: lambda x: losses.cross_entropy_sums(x, x.detach().amax(1, True), order(4), None, False),
-    losses._SlicedCrossEntropy: lambda x: losses.sliced_cross_entropy(x, order(4), None, -100, 0.0),
+    losses._CrossEntropySums: lambda x: losses._CrossEntropySums.apply(
+        x, x.detach().amax(1, True), order(4), None, False
+    ),
+    losses._SlicedCrossEntropy: lambda x: losses._SlicedCrossEntropy.apply(x, order(4), None, -100, 0.0),
     experts._Dispatch: lambda x: experts.dispatch_expert_rows(x, experts.dispatch_slots(order(8), 4, 2)),
     experts._Combine: lambda x: experts.combine_expert_rows(
         x, torch.ones(4, dtype=x.dtype), experts.dispatch_slots(order(4), 2, 2)

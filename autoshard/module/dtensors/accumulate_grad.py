@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoshard.aten import aten
@@ -67,11 +68,11 @@ def silence_without_gradient(p: Any) -> None:
 class SparseGradient(ModuleDTensor):
     """The gradient of a DTensor parameter with a COO local shard; optimizers see local rows."""
 
-    def to_local(self, **kwargs: Any) -> torch.Tensor:
+    def to_local(self, **kwargs: Any) -> Tensor:
         """This rank's rows, a COO tensor."""
         return self._local_tensor
 
-    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The full dense gradient. Collective."""
         return _dense(self).full_tensor()
 
@@ -89,7 +90,7 @@ class SparseGradient(ModuleDTensor):
             return result
 
 
-def accumulate_sparse(p: Any, local: torch.Tensor, spec: Any) -> None:
+def accumulate_sparse(p: Any, local: Tensor, spec: Any) -> None:
     """Add a sparse gradient to ``p.grad`` and run hooks of ``p``, instead of the engine."""
     silence_without_gradient(p)
     gradient = _sparse_dtensor(local.to(p.device), spec)  # ranks without rows: an empty CPU tensor
@@ -101,21 +102,19 @@ def accumulate_sparse(p: Any, local: torch.Tensor, spec: Any) -> None:
         hook(p)
 
 
-def _sparse_dtensor(local: torch.Tensor, spec: Any) -> Any:
+def _sparse_dtensor(local: Tensor, spec: Any) -> Any:
     return new_dtensor(SparseGradient, local, spec, requires_grad=False)
 
 
 def _dense(x: SparseGradient) -> DTensor:
-    found: DTensor = module_dtensor(x._local_tensor.to_dense(), x._spec)
-    return found
+    return module_dtensor(x._local_tensor.to_dense(), x._spec)
 
 
-def _sparse_like(x: SparseGradient, local: torch.Tensor) -> SparseGradient:
-    found: SparseGradient = _sparse_dtensor(local, x._spec)
-    return found
+def _sparse_like(x: SparseGradient, local: Tensor) -> SparseGradient:
+    return _sparse_dtensor(local, x._spec)
 
 
-def _from_row_numbers(x: SparseGradient, numbers: torch.Tensor, rows: torch.Tensor, size: Any) -> SparseGradient:
+def _from_row_numbers(x: SparseGradient, numbers: Tensor, rows: Tensor, size: Any) -> SparseGradient:
     """Other rows at these row numbers, as optimizers make them; ``size``: the global size."""
     return _sparse_like(x, torch.sparse_coo_tensor(numbers, rows, x._local_tensor.shape, check_invariants=False))
 
@@ -132,15 +131,14 @@ def _coalesce(x: SparseGradient) -> SparseGradient:
 
 def _size(x: SparseGradient) -> torch.Size:
     """The global size; of coalesced rows this rank's, of which Adagrad makes sparse tensors."""
-    found: torch.Size = x._local_tensor.shape if "_of_rows" in x.__dict__ else x._spec.shape
-    return found
+    return x._local_tensor.shape if "_of_rows" in x.__dict__ else x._spec.shape
 
 
 @handles(aten.add_.Tensor)
 def _add_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x.add_(rows)`` of a sparse tensor made of this rank's rows, as Adagrad makes it."""
     x, rows = args
-    if type(rows) is torch.Tensor and rows.is_sparse and isinstance(x, DTensor):
+    if type(rows) is Tensor and rows.is_sparse and isinstance(x, DTensor):
         local_shard(x).add_(rows, **kwargs)
         return x
     return run_as_dtensor(op, args, kwargs)
@@ -155,14 +153,14 @@ def _add_sparse(x: Any, y: Any, **kwargs: Any) -> Any:
 
 _SPARSE_HANDLERS: dict[Any, Any] = {
     torch.add: _add_sparse,
-    torch.Tensor.add: _add_sparse,
-    torch.Tensor.to_dense: _dense,
-    torch.Tensor.clone: lambda x, **kwargs: _sparse_like(x, x._local_tensor.clone()),
-    torch.Tensor.detach: lambda x: _sparse_like(x, x._local_tensor.detach()),
-    torch.Tensor.coalesce: _coalesce,
-    torch.Tensor.size: lambda x, *dim: torch.empty(_size(x), device="meta").size(*dim),
+    Tensor.add: _add_sparse,
+    Tensor.to_dense: _dense,
+    Tensor.clone: lambda x, **kwargs: _sparse_like(x, x._local_tensor.clone()),
+    Tensor.detach: lambda x: _sparse_like(x, x._local_tensor.detach()),
+    Tensor.coalesce: _coalesce,
+    Tensor.size: lambda x, *dim: torch.empty(_size(x), device="meta").size(*dim),
     stored_indices: lambda x: x._local_tensor._indices(),
     stored_values: lambda x: x._local_tensor._values(),
-    torch.Tensor.new: _from_row_numbers,
-    torch.Tensor.sparse_mask: _rows_of_mask,
+    Tensor.new: _from_row_numbers,
+    Tensor.sparse_mask: _rows_of_mask,
 }

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -39,7 +40,7 @@ def run_as_dtensor(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     On full tensors if DTensor lacks the operation or a layout, see :func:`run_on_full`.
     """
     pairs: list[tuple[ModuleDTensor, DTensor]] = []
-    plain = [x for x in written_operands(op, args, kwargs) if type(x) is torch.Tensor]
+    plain = [x for x in written_operands(op, args, kwargs) if type(x) is Tensor]
     if plain:
         return (_write_plain if op._schema.arguments[0].is_write else run_on_full)(op, args, kwargs)
     own, named = map_operands(lambda x: _twin(x, pairs), args, kwargs)
@@ -65,7 +66,7 @@ def run_as_dtensor(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     for x, twin in pairs:  # operations in place
         if twin._spec is not x._spec:
             x._local_tensor, x._spec = twin._local_tensor, twin._spec
-    if isinstance(made, torch.Tensor):
+    if isinstance(made, Tensor):
         return _ours(made, args, pairs)
     return type(made)([_ours(x, args, pairs) for x in made]) if isinstance(made, list | tuple) else made
 
@@ -83,19 +84,19 @@ def _write_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _replicated_unless_scalar(like: DTensor, x: Any) -> Any:
-    return x if isinstance(x, torch.Tensor) and not x.ndim else as_dtensor_on(like._spec.mesh, x)
+    return x if isinstance(x, Tensor) and not x.ndim else as_dtensor_on(like._spec.mesh, x)
 
 
 def as_dtensor_on(mesh: DeviceMesh, x: Any) -> Any:
     """A plain tensor as a replicated DTensor; anything else unchanged."""
-    return replicated_dtensor(mesh, x) if isinstance(x, torch.Tensor) and not isinstance(x, DTensor) else x
+    return replicated_dtensor(mesh, x) if isinstance(x, Tensor) and not isinstance(x, DTensor) else x
 
 
 _GETS_PLAIN_GRADIENT = "_autoshard_takes_plain"
 """marks a trained plain scalar that has the hook"""
 
 
-def with_plain_gradient(x: torch.Tensor) -> torch.Tensor:
+def with_plain_gradient(x: Tensor) -> Tensor:
     """``x``, a plain scalar, such that DTensor gradients of it become plain."""
     if x.grad_fn is not None:
         x.grad_fn.register_prehook(_full_gradients)  # not a tensor hook: those are the user's
@@ -105,14 +106,14 @@ def with_plain_gradient(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _full_gradients(gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _full_gradients(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple([full_if_dtensor(g) for g in gradients])
 
 
 def _twin(x: Any, pairs: list[tuple[ModuleDTensor, DTensor]]) -> Any:
     if not isinstance(x, ModuleDTensor):
         return x
-    local: torch.Tensor = x._local_tensor
+    local: Tensor = x._local_tensor
     twin = new_dtensor(DTensor, local.detach() if local.requires_grad else local, x._spec, requires_grad=False)
     pairs.append((x, twin))
     return twin
@@ -157,7 +158,7 @@ def on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _is_elementwise(op):
         return NotImplemented
     rows = [x if isinstance(x, list | tuple) else [x] for x in (*args, *kwargs.values())]
-    specs = [_each(row, _SPEC_OF, _DIMS_OF) for row in rows if row and isinstance(row[0], torch.Tensor)]
+    specs = [_each(row, _SPEC_OF, _DIMS_OF) for row in rows if row and isinstance(row[0], Tensor)]
     if specs != _LAST_ALIKE.get(op):
         if not _lie_alike(*specs):
             return NotImplemented
@@ -170,8 +171,8 @@ def on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
         made = call(*own, **named)
     if made is None or op._schema.is_mutable:
-        return args[0] if isinstance(args[0], torch.Tensor) else made
-    return _wrapped_like(made, args[0]) if isinstance(made, torch.Tensor) else [*map(_wrapped_like, made, args[0])]
+        return args[0] if isinstance(args[0], Tensor) else made
+    return _wrapped_like(made, args[0]) if isinstance(made, Tensor) else [*map(_wrapped_like, made, args[0])]
 
 
 _SPEC_OF, _DIMS_OF = map(operator.attrgetter, ("_spec", "ndim"))
@@ -211,7 +212,7 @@ def _fits(own: Any, like: DTensorSpec) -> bool:
     return alike or (not own.shape and all(p.is_replicate() for p in own.placements))
 
 
-def _wrapped_like(local: torch.Tensor, like: Any) -> Any:
+def _wrapped_like(local: Tensor, like: Any) -> Any:
     if not isinstance(like, DTensor):
         return local
     spec: DTensorSpec = like._spec
@@ -247,11 +248,11 @@ def run_on_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         spec = first._spec
         mesh = getattr(spec.mesh, "_of", spec.mesh)
         return pytree.tree_map_only(
-            torch.Tensor, lambda x: shard_full(x, spec) if x.shape == first.shape else replicated_dtensor(mesh, x), made
+            Tensor, lambda x: shard_full(x, spec) if x.shape == first.shape else replicated_dtensor(mesh, x), made
         )
 
 
-def store_full(x: Any, new: torch.Tensor) -> None:
+def store_full(x: Any, new: Tensor) -> None:
     """Write the full tensor ``new`` into ``x``."""
     parts: Any = shard_full(new, x._spec) if isinstance(x, DTensor) else new
     if isinstance(x, DTensor) and x.shape != parts.shape:

@@ -133,24 +133,30 @@ class ModuleDTensor(DTensor):
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Any] | None = None, **kwargs: Any
     ) -> DTensor:
-        """See :meth:`DTensor.redistribute`."""
+        """See :meth:`DTensor.redistribute`. A table of one owner is replicated on all ranks."""
         spec = self._spec
         mesh, given = device_mesh or spec.mesh, tuple(placements or ())
+        summands = any(p.is_partial() for p in spec.placements)
+        if mesh == spec.mesh and is_owned(self) and set(given) == {_REPLICATED} and not summands:
+            return self._on_all_ranks()
         if mesh == spec.mesh and not any(map(_has_segments, (*spec.placements, *given))):
             x: Any = self if torch.is_grad_enabled() else self.detach()  # torch 2.11 would call detach_() of a DTensor
             return ModuleDTensor.of(DTensor.redistribute(x, device_mesh, placements, **kwargs))
         if mesh == spec.mesh and spec.placements == given:
             return self
-        found: DTensor = _ByFullTensor.apply(self, DTensorSpec(mesh, given, spec.tensor_meta))
-        return found
+        return _ByFullTensor.apply(self, DTensorSpec(mesh, given, spec.tensor_meta))
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """See :meth:`DTensor.full_tensor`. Of a table of one owner, on all ranks."""
         if not is_owned(self):
             return _hooked(super().full_tensor(grad_placements=grad_placements))
+        return to_local_shard(self._on_all_ranks())
+
+    def _on_all_ranks(self) -> DTensor:
+        """A table of one owner, replicated. Collective over the ranks of the module."""
         mesh = self._spec.mesh._of  # type: ignore[attr-defined]
         spec = DTensorSpec(mesh, (_REPLICATED,) * mesh.ndim, self._spec.tensor_meta)
-        return to_local_shard(_ByFullTensor.apply(self, spec))
+        return _ByFullTensor.apply(self, spec)
 
     # --- leaving torch ---
 
@@ -209,7 +215,7 @@ class ModuleDTensor(DTensor):
     @property
     def data(self) -> Tensor:
         """The tensor without history; ``x.data = new`` sets the shard, too, unlike torch's own."""
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, new: Tensor) -> None:
@@ -229,8 +235,7 @@ class ModuleDTensor(DTensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         if not has_several_chunks(self):
-            found: Tensor = super().__get_tensor_shard__(index)  # type: ignore[no-untyped-call]
-            return found
+            return super().__get_tensor_shard__(index)  # type: ignore[no-untyped-call]
         return next(c.local for c in local_chunks(self) if c.metadata.offsets == index.offset)
 
 
@@ -252,8 +257,7 @@ _enter_class(ModuleDTensor)
 def module_dtensor(local: Tensor, spec: DTensorSpec) -> ModuleDTensor:
     """The tensor of a module with this local shard; not differentiable."""
     local = local.detach() if local.requires_grad else local
-    found: ModuleDTensor = new_dtensor(ModuleDTensor, local, spec, requires_grad=False)
-    return found
+    return new_dtensor(ModuleDTensor, local, spec, requires_grad=False)
 
 
 # --- layouts ---
@@ -418,8 +422,7 @@ def to_local_shard(x: DTensor) -> Tensor:
     """This rank's shard of a DTensor without partial sums; differentiable."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x._local_tensor
-    part: Tensor = _ToLocalShard.apply(x)
-    return part
+    return _ToLocalShard.apply(x)
 
 
 EXTERNAL_GRADIENT = "_autoshard_given"
@@ -432,8 +435,7 @@ class _FromLocalShard(NoneGradFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> DTensor:
         ctx.spec = spec
-        found: DTensor = new_dtensor(ModuleDTensor, local.view_as(local), spec, requires_grad=True)
-        return found
+        return new_dtensor(ModuleDTensor, local.view_as(local), spec, requires_grad=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> Any:
@@ -452,8 +454,7 @@ def local_gradient(gradient: Tensor, spec: DTensorSpec) -> Tensor:
         gradient = gradient.redistribute(spec.mesh, wanted)
     if torch.is_grad_enabled():
         return gradient.to_local(grad_placements=spec.placements)
-    local: Tensor = gradient._local_tensor
-    return local
+    return gradient._local_tensor
 
 
 class _ToLocalShard(NoneGradFunction):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from autoshard.aten import aten
@@ -209,7 +210,7 @@ def _draw_on_full(op: Any, args: Arguments, kwargs: Options) -> Any:
     if writes:
         store_full(like, made)
         return like
-    return pytree.tree_map_only(torch.Tensor, lambda x: shard_full(x, like._spec), made)
+    return pytree.tree_map_only(Tensor, lambda x: shard_full(x, like._spec), made)
 
 
 def _blank(x: Any) -> Any:
@@ -238,9 +239,7 @@ def _view(op: Any, args: Arguments, kwargs: Options) -> Any:
     """A view; where DTensor has gathered, a copy whose writes reach its source."""
     x, made = args[0], run_as_dtensor(op, args, kwargs)
     each = made[0] if isinstance(made, list | tuple) and made else made
-    kept = (
-        isinstance(x, ModuleDTensor) and not x.gathers and x.grad_fn is None and type(x._local_tensor) is torch.Tensor
-    )
+    kept = isinstance(x, ModuleDTensor) and not x.gathers and x.grad_fn is None and type(x._local_tensor) is Tensor
     if kept and isinstance(each, ModuleDTensor):
         own, other = (y._local_tensor.untyped_storage()._cdata for y in (x, each))
         if own != other or any(p.is_partial() for p in x._spec.placements):  # a sum has no values of its own yet

@@ -391,8 +391,7 @@ def loss_on_shards(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return None
     if func in _ELEMENTWISE_LOSSES:
         return from_local_shard(func(to_local_shard(x)), spec)
-    found: DTensor = _SumOfShards.apply(x, whole if func in _MEAN_FUNCTIONS else 1)
-    return found
+    return _SumOfShards.apply(x, whole if func in _MEAN_FUNCTIONS else 1)
 
 
 class _SumOfShards(NoneGradFunction):
@@ -406,8 +405,7 @@ class _SumOfShards(NoneGradFunction):
         placements = tuple([_PARTIAL_SUM if type(p) is Shard else p for p in spec.placements])
         ctx.spec, ctx.shape, ctx.count = spec, part.shape, count
         ctx.made = contiguous_spec(spec.mesh, placements, torch.Size(()), made.dtype)
-        found: DTensor = module_dtensor(made, ctx.made)
-        return found
+        return module_dtensor(made, ctx.made)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> Any:

@@ -11,6 +11,7 @@ import itertools
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
@@ -25,7 +26,7 @@ def shards_dim(placement: Any, dim: int) -> bool:
     return bool(placement.is_shard(dim)) or (isinstance(placement, StridedShard) and placement.dim == dim)
 
 
-def shard_of(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+def shard_of(full: Tensor, layout: Layout, rank: int) -> Tensor:
     """The rank's shard of ``full``; of Partial axes the first rank holds all, others zeros."""
     local = full
     for dim, size in enumerate(full.shape):
@@ -43,7 +44,7 @@ class LocalChunk(NamedTuple):
     """A block of the global tensor, and the view of this rank's shard that holds it."""
 
     metadata: ChunkStorageMetadata
-    local: torch.Tensor
+    local: Tensor
 
 
 def local_chunks(x: DTensor) -> list[LocalChunk]:
@@ -68,7 +69,7 @@ def _chunk_spans(layout: Layout, dim: int, size: int, rank: int) -> list[tuple[i
     return [(start, held, n) for (start, n), held in zip(parts, begin, strict=False)]
 
 
-def reorder_segments(gathered: torch.Tensor, layout: Layout) -> torch.Tensor:
+def reorder_segments(gathered: Tensor, layout: Layout) -> Tensor:
     """The full tensor from concatenated shards: chunks are grouped by segment."""
     for placed in set(layout.grouped.values()):
         ranks, dim, parts = layout.mesh.size_of(layout.cutting(placed.dim)), placed.dim, placed.parts

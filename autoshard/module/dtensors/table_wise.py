@@ -4,7 +4,7 @@ No placement says that one rank owns a tensor, so the mesh of such a DTensor has
 the part of the module's mesh at their coordinates, with as many axes. Along the other axes the
 ranks hold replicas or shards, and use the module's process groups. Optimizers, state dicts and
 torch.distributed.checkpoint handle such DTensors: other ranks take no part. ``full_tensor()`` is
-collective over all ranks. ``foreach`` lists and full state dicts are patched here.
+collective over all ranks, and so is a redistribution to Replicate. The loading of full state dicts is patched here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -24,10 +24,8 @@ from autoshard.mesh import Mesh
 from autoshard.module.dtensors.module_dtensor import (
     ModuleDTensor,
     dtensor_from_shard,
-    empty_shard,
     is_owned,
     local_shard,
-    module_dtensor,
     new_dtensor,
     shard_full,
 )
@@ -41,21 +39,13 @@ from autoshard.torch_private.dtensor import DTensorSpec, TensorMeta
 
 
 @functools.cache
-def patch_full_state_dicts() -> None:
-    """Include every rank, and every chunk, in torch's full state dicts of layouts that it lacks."""
+def patch_loading_of_state_dicts() -> None:
+    """Have torch load full state dicts into layouts that it lacks.
+
+    It has no protocol for subclasses there: it slices by the placements, and sends within the groups
+    of the tensor's mesh. An owners' mesh has none, as each would be one more group of processes.
+    """
     states: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")  # few programs need it
-    inner, of_optimizer = states._gather_state_dict, states._get_optim_state_dict
-
-    def owned(change: Callable[[Any], torch.Tensor], tree: Any) -> Any:
-        return pytree.tree_map_only(DTensor, lambda x: change(x) if is_owned(x) else x, tree)
-
-    @functools.wraps(inner)
-    def gathered(found: Any, *args: Any, **kwargs: Any) -> Any:
-        return inner(owned(lambda x: x.detach().full_tensor(), found), *args, **kwargs)
-
-    @functools.wraps(of_optimizer)
-    def on_one_device(*args: Any, **kwargs: Any) -> Any:
-        return owned(_on_owners_device, of_optimizer(*args, **kwargs))
 
     def cut(inner: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(inner)
@@ -67,22 +57,20 @@ def patch_full_state_dicts() -> None:
 
         return by_rank
 
-    states._gather_state_dict, states._get_optim_state_dict = gathered, on_one_device
     states._distribute_state_dict = cut(states._distribute_state_dict)
     states._broadcast_state_dict = cut(states._broadcast_state_dict)
 
 
-def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
+def as_dtensor(local: Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
     """This rank's shard of a tensor of global ``shape``; non-owners pass zero rows."""
     if layout.owner or layout.grouped:
-        patch_full_state_dicts()
+        patch_loading_of_state_dicts()
     if not layout.owner:
         return dtensor_from_shard(local, mesh, layout, shape)
     held = _owners_mesh(mesh, layout.mesh, tuple(layout.owner.items()))
     meta = TensorMeta(torch.Size(shape), torch.empty(tuple(shape), device="meta").stride(), local.dtype)
     spec = DTensorSpec(held, _owner_placements(layout), tensor_meta=meta)
-    found: DTensor = new_dtensor(ModuleDTensor, local, spec, requires_grad=local.requires_grad)
-    return found
+    return new_dtensor(ModuleDTensor, local, spec, requires_grad=local.requires_grad)
 
 
 @cleared_with_groups
@@ -104,9 +92,9 @@ def _owner_placements(layout: Layout) -> tuple[Any, ...]:
     return tuple(layout.replace(dict.fromkeys(layout.owner, R)).to_torch())
 
 
-def make_tables_contiguous(tensors: Iterable[torch.Tensor]) -> None:
+def make_tables_contiguous(tensors: Iterable[Tensor]) -> None:
     """Make this rank's tables of equal width contiguous in memory, for one grouped look-up."""
-    groups: dict[Any, list[torch.Tensor]] = {}
+    groups: dict[Any, list[Tensor]] = {}
     for x in tensors:
         if is_owned(x) and (local := local_shard(x)).ndim == 2 and len(local):
             groups.setdefault((local.dtype, local.shape[1]), []).append(local)
@@ -117,7 +105,7 @@ def make_tables_contiguous(tensors: Iterable[torch.Tensor]) -> None:
                 x.data = part
 
 
-def owner_device_type(x: torch.Tensor) -> str:
+def owner_device_type(x: Tensor) -> str:
     """Device type of the owners' data; torch puts the empty tensors of other ranks on the CPU."""
     return str(x.device_mesh.device_type) if isinstance(x, DTensor) and is_owned(x) else x.device.type
 
@@ -132,7 +120,7 @@ def dtensor_layout(mesh: Mesh, device_mesh: DeviceMesh, x: DTensor) -> Layout:
     return Layout.from_torch(mesh, x.placements).replace(owner)
 
 
-def has_layout(layout: Layout, mesh: DeviceMesh, x: torch.Tensor) -> bool:
+def has_layout(layout: Layout, mesh: DeviceMesh, x: Tensor) -> bool:
     """Whether ``x`` is a DTensor in this layout."""
     if not isinstance(x, DTensor):
         return False
@@ -140,14 +128,7 @@ def has_layout(layout: Layout, mesh: DeviceMesh, x: torch.Tensor) -> bool:
     return owner == layout.owner and x.placements == _owner_placements(layout)
 
 
-def _on_owners_device(x: DTensor) -> DTensor:
-    """The same DTensor; an empty shard gets its rank and the device type of the owners."""
-    local = x._local_tensor
-    lies = local.ndim == x.ndim and local.device.type == x.device_mesh.device_type
-    return x if lies else module_dtensor(empty_shard(local, x._spec), x._spec)
-
-
-def gather_owned(local: torch.Tensor, shape: Sequence[int], owner: Sequence[str], comm: Communicator) -> torch.Tensor:
+def gather_owned(local: Tensor, shape: Sequence[int], owner: Sequence[str], comm: Communicator) -> Tensor:
     """The full tensor of ``shape`` from its owner along the axes ``owner``. Collective."""
     move = Move("P", "I", comm.active(tuple(owner)))
     with torch.no_grad(), bind(comm):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import LayoutError
@@ -43,7 +44,7 @@ _VIEW_NAMES = frozenset(
     "expand expand_as broadcast_to diagonal unfold contiguous detach".split()
 )
 """functions that may return a view in eager"""
-_VIEW_GETTERS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH"))
+_VIEW_GETTERS = frozenset(getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH"))
 """attributes that return a view"""
 
 
@@ -52,7 +53,7 @@ class Viewed(ModuleDTensor):
 
     __slots__ = ()
 
-    def to_local(self, **kwargs: Any) -> torch.Tensor:
+    def to_local(self, **kwargs: Any) -> Tensor:
         """This rank's shard."""
         refresh_views([self])
         return super().to_local(**kwargs)
@@ -106,7 +107,7 @@ def record_view_source(
     return made
 
 
-def _replay_views(whole: torch.Tensor, steps: Sequence[Any]) -> torch.Tensor:
+def _replay_views(whole: Tensor, steps: Sequence[Any]) -> Tensor:
     """Replay recorded views on the full tensor."""
     for step, rest, named, i in steps:
         made = step(whole, *rest, **named)
@@ -122,8 +123,7 @@ def is_eager_view(x: DTensor, view: Any, rest: Sequence[Any], named: Mapping[str
         made = _replay_views(whole, (*steps, (view, rest, named, 0)))
     except (RuntimeError, NotImplementedError):
         return False
-    same: bool = made.untyped_storage()._cdata == whole.untyped_storage()._cdata
-    return same
+    return made.untyped_storage()._cdata == whole.untyped_storage()._cdata
 
 
 def _source_version(source: DTensor) -> tuple[int, int]:
@@ -134,8 +134,7 @@ def _source_version(source: DTensor) -> tuple[int, int]:
 def aliases_source(x: DTensor) -> bool:
     """Whether writes into the local shard of a view reach its source."""
     source, _, _ = x.__dict__["_of"]
-    same: bool = x._local_tensor.untyped_storage()._cdata == source._local_tensor.untyped_storage()._cdata
-    return same
+    return x._local_tensor.untyped_storage()._cdata == source._local_tensor.untyped_storage()._cdata
 
 
 def count_write(x: DTensor) -> None:
@@ -156,7 +155,7 @@ def _count_for_autograd(x: DTensor) -> None:
 def argument_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
     """The leaves of the arguments of a call; most calls contain no containers."""
     given = [*args, *kwargs.values()]
-    plain = all(type(x) in _NO_CONTAINERS or isinstance(x, torch.Tensor) for x in given)
+    plain = all(type(x) in _NO_CONTAINERS or isinstance(x, Tensor) for x in given)
     return given if plain else pytree.tree_leaves(given)
 
 
@@ -177,7 +176,7 @@ def refresh_views(given: Sequence[Any]) -> None:
                 x.__dict__["_of"] = source, steps, _source_version(source)
 
 
-def _assign_full(x: DTensor, whole: torch.Tensor) -> None:
+def _assign_full(x: DTensor, whole: Tensor) -> None:
     """Give ``x`` the values and, if gradients are recorded, the history of ``whole``."""
     noted = x.__dict__.pop("_of", None)  # the writes below are into ``x`` alone
     with torch.no_grad():
@@ -200,7 +199,7 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     given = [kwargs.get("out")]
     if is_in_place(func, kwargs):
         given.append(args[0] if args else kwargs.get("input"))
-    return [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
+    return [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
 
 
 def is_in_place(func: Any, kwargs: Mapping[str, Any] | None = None) -> bool:
@@ -252,5 +251,5 @@ def write_each(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any], writt
         made = write(*full[0], **full[1])
     for x, new in zip(pytree.tree_leaves(given), pytree.tree_leaves(full), strict=True):
         if isinstance(x, DTensor) and any(x is y for y in written):
-            write_full(torch.Tensor.copy_, (x, new), {})
+            write_full(Tensor.copy_, (x, new), {})
     return made

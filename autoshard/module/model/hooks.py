@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import unserializable_hook
 
@@ -88,7 +88,7 @@ def _drop_removed_hooks(part: nn.Module) -> None:
 
 @contextlib.contextmanager
 def hooks_during_trace(
-    model: nn.Module, parts: Mapping[str, nn.Module], tensors: Mapping[int, torch.Tensor]
+    model: nn.Module, parts: Mapping[str, nn.Module], tensors: Mapping[int, Tensor]
 ) -> Iterator[None]:
     """Inside, modules of ``model`` have their parts' hooks. ``tensors``: its own, by part id.
 
@@ -135,7 +135,7 @@ def _refuse_observer(path: str, hook: Callable[..., Any], sees_output: bool) -> 
 
     @functools.wraps(hook)
     def called(module: nn.Module, *given: Any) -> Any:
-        tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
         before, uses = [x._version for x in tensors], _TensorUses()
         held = sum(map(sys.getrefcount, tensors))
         with uses:
@@ -221,7 +221,7 @@ def refuse_output_hooks(leaves: Sequence[Any], of: OutputSources) -> None:
                     kept[id(x)].own.add(handle.id)
 
 
-def _is_view_of(x: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_view_of(x: Tensor, other: Tensor) -> bool:
     """Whether a gradient of ``x`` comes by ``other``, where its hooks see it."""
     return x is other or x._base is other
 
@@ -229,7 +229,7 @@ def _is_view_of(x: torch.Tensor, other: torch.Tensor) -> bool:
 class _OutputHooks:
     """The hooks of a tensor, without keeping it alive."""
 
-    def __init__(self, x: torch.Tensor) -> None:
+    def __init__(self, x: Tensor) -> None:
         if x._backward_hooks is None:  # created here as by its first hook
             x._backward_hooks = OrderedDict()
             if x.grad_fn is not None:
@@ -247,7 +247,7 @@ class _OutputHooks:
 
 def _refusing_hook(number: int, sources: Mapping[int, _OutputHooks]) -> Any:
     @unserializable_hook  # type: ignore[untyped-decorator]
-    def check(gradient: torch.Tensor) -> None:
+    def check(gradient: Tensor) -> None:
         with torch.DisableTorchFunctionSubclass():
             found = next((i for i, hooks in sources.items() if hooks.there), None)
         if found is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
@@ -95,7 +95,7 @@ def torch_defaults() -> tuple[Any, ...]:
 
 def any_requires_grad(*tensors: Iterable[Any]) -> bool:
     """Whether any of these is a tensor that requires a gradient."""
-    return any(isinstance(x, torch.Tensor) and x.requires_grad for group in tensors for x in group)
+    return any(isinstance(x, Tensor) and x.requires_grad for group in tensors for x in group)
 
 
 def is_plain_context() -> bool:
@@ -106,10 +106,10 @@ def is_plain_context() -> bool:
 
 
 def _is_dual(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None
+    return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
 
 
-def check_call_context(leaves: Sequence[Any], held: Callable[[], Sequence[torch.Tensor]]) -> None:
+def check_call_context(leaves: Sequence[Any], held: Callable[[], Sequence[Tensor]]) -> None:
     """Refuse contexts that programs cannot follow. ``held()``: parameters and buffers."""
     if peek_interpreter_stack() is not None:
         raise CaptureError(
@@ -145,7 +145,7 @@ def check_call_context(leaves: Sequence[Any], held: Callable[[], Sequence[torch.
 class TensorSnapshot:
     """A snapshot of the adopted tensors, and the fields of :class:`CallState` that follow from it."""
 
-    looks: list[tuple[dict[str, Any], str, torch.Tensor, bool, Any]]
+    looks: list[tuple[dict[str, Any], str, Tensor, bool, Any]]
     """(holder dict, key, tensor, requires_grad, :func:`_tensor_signature` or spec) of each tensor"""
     trained: tuple[bool, ...]
     forms: tuple[Any, ...]
@@ -161,7 +161,7 @@ class TensorSnapshot:
         return True
 
 
-def _tensor_signature(tensor: torch.Tensor) -> Any:
+def _tensor_signature(tensor: Tensor) -> Any:
     if isinstance(tensor, DTensor):
         return tensor._spec
     return tensor.dtype, tensor.shape, tensor.device
@@ -184,13 +184,13 @@ class OriginalModel:
         self.slots: dict[str, tuple[dict[str, Any], str]] = {}
         """original name → (dict, key) that holds the tensor in ``parts``"""
         self.parameters: list[str] = []
-        self.absent: dict[str, tuple[torch.Tensor, int]] = {}
+        self.absent: dict[str, tuple[Tensor, int]] = {}
         """non-persistent buffers without values: name → (placeholder, its version)"""
         self.origins: dict[str, tuple[int, int]] = {}
         """name → (id, version) of the user's tensor when it was taken over"""
         self.taken_from: dict[str, weakref.ref[Any]] = {}
         """path or name → the user's module or tensor, which globals may lead a forward to"""
-        self.elsewhere: dict[str, torch.Tensor] = {}
+        self.elsewhere: dict[str, Tensor] = {}
         """tensors of other processes: original name → meta tensor (shape, dtype, requires_grad)"""
         self.ties: dict[str, str] = {}
         """further names of a tied tensor → its first name"""
@@ -242,7 +242,7 @@ class OriginalModel:
 
     # --- tensors ---
 
-    def put(self, name: str, tensor: torch.Tensor, parameter: bool, persistent: bool = True) -> None:
+    def put(self, name: str, tensor: Tensor, parameter: bool, persistent: bool = True) -> None:
         """Hold ``tensor`` under its original name."""
         path, _, leaf = name.rpartition(".")
         part = self.parts[path]
@@ -254,7 +254,7 @@ class OriginalModel:
         elif not persistent:
             part._non_persistent_buffers_set.add(leaf)
 
-    def put_elsewhere(self, name: str, tensor: torch.Tensor, parameter: bool) -> None:
+    def put_elsewhere(self, name: str, tensor: Tensor, parameter: bool) -> None:
         """Record a tensor that another process holds; here its module has None."""
         path, _, leaf = name.rpartition(".")
         part = self.parts[path]
@@ -284,7 +284,7 @@ class OriginalModel:
         return [self.tensor(name) if x is None else x for name, x in zip(names, found, strict=True)]
 
     @contextlib.contextmanager
-    def leaf_stand_ins(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    def leaf_stand_ins(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """Inside, leaves replace trained parameters; yields pairs (parameter, leaf)."""
         before = {name: self.tensor(name) for name in self.parameters if name in self.slots}
         leaves = {id(p): (p, p.detach().requires_grad_()) for p in before.values() if p.requires_grad}
@@ -298,7 +298,7 @@ class OriginalModel:
                 holder, leaf = self.slots[name]
                 holder[leaf] = p
 
-    def held(self) -> dict[str, torch.Tensor]:
+    def held(self) -> dict[str, Tensor]:
         """All parameters and buffers by each of their names; before adoption the user's own."""
         if self.adopted:
             others = sorted({*self.slots, *self.elsewhere} - {*self.parameters})  # same order on all ranks
@@ -314,14 +314,14 @@ class OriginalModel:
         buffers = dict(model.named_buffers(remove_duplicate=False))
         return {**parameters_of(model), **buffers}
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """All parameters and buffers, without checks for removed or untied tensors."""
         if self.adopted:
             own = [t for holder, leaf in self.slots.values() if (t := holder.get(leaf)) is not None]
             return [*own, *self.elsewhere.values()]
         return [*self.model.parameters(), *self.model.buffers()]
 
-    def state(self, recorded: bool, grad: bool, form: Callable[[torch.Tensor], tuple[Any, ...]]) -> CallState:
+    def state(self, recorded: bool, grad: bool, form: Callable[[Tensor], tuple[Any, ...]]) -> CallState:
         """The state of a call. ``form``: guards of a tensor. Raises as :meth:`seen`."""
         inference = torch.is_inference_mode_enabled()
         if not self.adopted:  # weights may be on another device, or missing
@@ -337,7 +337,7 @@ class OriginalModel:
         self._states.appendleft((now, CallState(*now)))
         return self._states[0][1]
 
-    def seen(self, form: Callable[[torch.Tensor], tuple[Any, ...]]) -> TensorSnapshot:
+    def seen(self, form: Callable[[Tensor], tuple[Any, ...]]) -> TensorSnapshot:
         """The snapshot of the tensors; in most calls the previous object, unchanged.
 
         Raises :class:`CaptureError` for removed or untied tensors.
@@ -385,7 +385,7 @@ class OriginalModel:
         modules = model.named_modules(remove_duplicate=False)
         self.taken_from = {name: weakref.ref(x) for name, x in (*tensors, *modules)}
 
-    def check_unchanged(self, name: str, now: torch.Tensor, shown: str) -> None:
+    def check_unchanged(self, name: str, now: Tensor, shown: str) -> None:
         """Raise :class:`CaptureError` if the user wrote to ``now`` after a submodule took it:
         else that submodule would compute with the old values."""
         if self.origins.get(name) != _identity_and_version(now) and _storage_address(
@@ -411,12 +411,12 @@ class OriginalModel:
                 "their module a method reset_buffers() that computes them, or assign them."
             )
 
-    def replace(self, name: str, tensor: torch.Tensor) -> None:
+    def replace(self, name: str, tensor: Tensor) -> None:
         """Replace a buffer, as a forward does that assigns it."""
         holder, leaf = self.slots[name]
         holder[leaf] = tensor
 
-    def released(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    def released(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Turn these plain attributes of the skeleton into buffers; returns their tensors."""
         found = {name: attribute_or_none(self.model, name) for name in names}
         register_as_buffers(self.model, found)
@@ -428,9 +428,7 @@ class OriginalModel:
     # --- captures ---
 
     @contextlib.contextmanager
-    def as_it_is(
-        self, check: Callable[[str, torch.Tensor], None], whole: Callable[[str], torch.Tensor]
-    ) -> Iterator[nn.Module]:
+    def as_it_is(self, check: Callable[[str, Tensor], None], whole: Callable[[str], Tensor]) -> Iterator[nn.Module]:
         """The model for capture with present modes; once adopted, with present types and flags.
 
         ``check(name, tensor)`` raises if unusable; ``whole(name)``: values of small buffers.
@@ -478,13 +476,13 @@ class OriginalModel:
             for tensor in tensors.values():
                 vars(tensor).pop(TAKEN_FROM, None)
 
-    def _standing_for(self) -> dict[int, torch.Tensor]:
+    def _standing_for(self) -> dict[int, Tensor]:
         """The model's tensors by id of the tensors in ``parts``."""
         model = self.model
         named = {**parameters_of(model), **dict(model.named_buffers(remove_duplicate=False))}
         return {id(self.tensor(name)): own for name, own in named.items()} if self.adopted else {}
 
-    def _follow(self, check: Callable[[str, torch.Tensor], None]) -> None:
+    def _follow(self, check: Callable[[str, Tensor], None]) -> None:
         parameters = parameters_of(self.model)
         named = {**parameters, **dict(self.model.named_buffers(remove_duplicate=False))}
         for name, own in named.items():
@@ -548,20 +546,20 @@ def meta_skeleton(model: nn.Module) -> nn.Module:
     return made
 
 
-def computed_attributes(model: nn.Module) -> list[torch.Tensor]:
+def computed_attributes(model: nn.Module) -> list[Tensor]:
     """Tensor attributes that are no leaves (old weight norm) or share a parameter's memory.
 
     ``copy.deepcopy`` refuses the former.
     """
-    attributes = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor)]
+    attributes = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
     parameters = storages_of(model.parameters())
     return [x for x in attributes if not x.is_leaf or not parameters.isdisjoint(storages_of([x]))]
 
 
-def _identity_and_version(tensor: torch.Tensor) -> tuple[int, int]:
+def _identity_and_version(tensor: Tensor) -> tuple[int, int]:
     return id(tensor), 0 if tensor.is_inference() else tensor._version
 
 
-def _storage_address(tensor: torch.Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage().data_ptr()

@@ -9,8 +9,7 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -27,12 +26,10 @@ from autoshard.passes.capture.exported.tensor_attributes import (
 from autoshard.passes.capture.polyfills.parameter_writes import ClampBounds
 from autoshard.passes.capture.refusals.aliasing import storages_of
 
-_PLAIN_CLASSES = (torch.Tensor, nn.Parameter)
+_PLAIN_CLASSES = (Tensor, nn.Parameter)
 
 
-def carry_attributes(
-    tensors: Mapping[str, torch.Tensor], new: Mapping[int, torch.Tensor], memo: Mapping[int, Any]
-) -> None:
+def carry_attributes(tensors: Mapping[str, Tensor], new: Mapping[int, Tensor], memo: Mapping[int, Any]) -> None:
     """Copy the attributes that users set on the ``tensors`` to their successors.
 
     ``tensors``: the old ones by name. ``new``: successors by id of the old tensor; ``memo``: of
@@ -42,7 +39,7 @@ def carry_attributes(
     memory = storages_of(tensors.values())
     for name, old in tensors.items():
         for attribute, value in user_attributes(old).items():
-            if isinstance(value, torch.Tensor) and id(value) not in new and not memory.isdisjoint(storages_of([value])):
+            if isinstance(value, Tensor) and id(value) not in new and not memory.isdisjoint(storages_of([value])):
                 raise SharedStateError(
                     f"attribute {attribute!r} of {name!r} is a view of the model's tensors, and the sharded "
                     "module would not keep that memory. Delete it, and set it on the sharded module's parameter."
@@ -61,10 +58,10 @@ def meta_parameter(p: nn.Parameter) -> nn.Parameter:
     return made
 
 
-def copy_dtensor(x: DTensor) -> torch.Tensor:
+def copy_dtensor(x: DTensor) -> Tensor:
     """A copy without gradient, as ``copy.deepcopy`` makes; plain Parameters lose attributes."""
     is_parameter, kind = isinstance(x, nn.Parameter), eager_tensor_class(x)
-    made: torch.Tensor = x.detach().clone()
+    made: Tensor = x.detach().clone()
     if is_parameter:
         made = nn.Parameter(made, x.requires_grad)
     elif isinstance(x, ShardedOutput):
@@ -78,7 +75,7 @@ def clamp_parameters(parameters: Iterable[tuple[Any, ClampBounds]]) -> None:
     """Clamp parameters or shards to their bounds; as for ``.data``, autograd does not see it."""
     for parameter, (low, high) in parameters:
         held = parameter.detach()
-        own: torch.Tensor = held.to_local() if isinstance(held, DTensor) else held
+        own: Tensor = held.to_local() if isinstance(held, DTensor) else held
         own.data.clamp_(low, high)
 
 

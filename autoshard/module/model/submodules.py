@@ -11,7 +11,7 @@ from types import new_class
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -32,7 +32,7 @@ from autoshard.torch_private.dtensor import CHECKPOINT_PREFIX, ActivationWrapper
 DerivedT = TypeVar("DerivedT")
 _INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 _PLAIN_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
-_WEIGHT_HOLDERS = (torch.Tensor, nn.Module, RemovableHandle, tuple, list, dict, set)
+_WEIGHT_HOLDERS = (Tensor, nn.Module, RemovableHandle, tuple, list, dict, set)
 
 
 class FixedChildren(dict[str, "nn.Module | None"]):
@@ -128,7 +128,7 @@ class FixedModule(nn.Module):
         )
 
     # Overrides in the user's classes are for modules that run.
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """As torch's, which swaps DTensors and loses their attributes, classes and hooks."""
         before: list[Any] = [(p, type(p), dict(vars(p))) for p in self._parameters.values() if isinstance(p, DTensor)]
         made = nn.Module._apply(self, fn, recurse)
@@ -195,7 +195,7 @@ class ShardedSubmodule(FixedModule):
 
 def shard_like(full: Any, like: DTensor) -> Any:
     """This rank's shard of ``full`` in the layout of ``like``; unchanged if shapes differ."""
-    if not isinstance(full, torch.Tensor) or isinstance(full, DTensor) or full.shape != like.shape:
+    if not isinstance(full, Tensor) or isinstance(full, DTensor) or full.shape != like.shape:
         return full
     made = shard_full(full, like._spec)
     return ShardedOutput.of(made) if type(like) is ShardedOutput else made
@@ -255,7 +255,7 @@ def share_wrapper_names(ours: nn.Module, module: nn.Module) -> None:
         ours.register_load_state_dict_pre_hook(module._pre_load_state_dict_hook)
 
 
-def state_dict_entries(model: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
+def state_dict_entries(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
     """State-dict key → (name in ``model``, tensor), for all entries."""
     found = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -10,9 +10,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import CaptureError, RuntimeMismatchError
@@ -92,7 +91,7 @@ def check_call_leaves(model: nn.Module, leaves: Sequence[Any], spec: Any, device
         return argument_paths(model, pytree.tree_unflatten(leaves, spec))[i]
 
     for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor) or is_kept_state(leaf):
+        if not isinstance(leaf, Tensor) or is_kept_state(leaf):
             continue
         x = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
         kind = x.device.type
@@ -119,7 +118,7 @@ def check_parametrizations(before: Any, executable: Executable, title: str) -> A
     return cache
 
 
-def check_outside_tensors(outside: Iterable[torch.Tensor]) -> None:
+def check_outside_tensors(outside: Iterable[Tensor]) -> None:
     """Raise :class:`CaptureError` if a tensor read ``outside`` of the model requires a gradient.
 
     For calls that record none although grad mode is on: eager would record it.
@@ -138,10 +137,10 @@ def with_changed_dtypes(error: CaptureError, programs: Sequence[Executable], lea
     if not programs or len(programs[0].graph.flat_inputs) != len(leaves):
         return error
     graph, before = programs[0].graph, programs[0].inputs
-    fqns = {i.name: i.fqn for i in graph.inputs}
+    fqns = graph.fqns
     changed = []
     for name, leaf in zip(graph.flat_inputs, leaves, strict=True):
-        if name is not None and isinstance(leaf, torch.Tensor):
+        if name is not None and isinstance(leaf, Tensor):
             dtype = str(leaf.dtype).removeprefix("torch.")
             if dtype != before[name]["dtype"]:
                 changed.append(f"{fqns[name]!r} with {before[name]['dtype']}, and got {dtype}")

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard.compiler import capture_graph, compile_graph
 from autoshard.errors import CaptureError, PlanError, SharedStateError
@@ -244,7 +244,7 @@ class CompilingModule(FixedModule):
         check_call_context(leaves, original.tensors)
         return original.state(recorded, grad, self._form)
 
-    def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+    def _form(self, tensor: Tensor) -> tuple[Any, ...]:
         """The guards of a parameter or buffer."""
         return tuple(tensor.shape), tensor.dtype, tensor.device.type
 
@@ -390,7 +390,7 @@ class CompilingModule(FixedModule):
         programs.append(make())
         return programs[-1]
 
-    def _whole_buffer(self, name: str) -> torch.Tensor:
+    def _whole_buffer(self, name: str) -> Tensor:
         """The full buffer of this original name. Collective if it is sharded."""
         raise NotImplementedError
 
@@ -413,10 +413,10 @@ class CompilingModule(FixedModule):
 
     # --- tensors ---
 
-    def _check(self, name: str, tensor: torch.Tensor) -> None:
+    def _check(self, name: str, tensor: Tensor) -> None:
         """Raise :class:`CaptureError` for a parameter or buffer that programs cannot take."""
 
-    def relay(self, layouts: Mapping[str, Layout], kept: Mapping[str, torch.Tensor] | None = None) -> None:
+    def relay(self, layouts: Mapping[str, Layout], kept: Mapping[str, Tensor] | None = None) -> None:
         """Bring adopted tensors, which are replicated, into these layouts, for all modules that hold them.
 
         ``kept``: full tensors, of sharded ones.
@@ -434,7 +434,7 @@ class CompilingModule(FixedModule):
 
     def _adopt(self, model: nn.Module, inputs: Sequence[Input], layouts: Mapping[str, Layout]) -> None:
         """Take over the model's tensors by name; only a meta skeleton stays for captures."""
-        taken: dict[int, torch.Tensor] = {}
+        taken: dict[int, Tensor] = {}
         inside = {name: held for name, (held, _) in self._inside().items()}
         buffers = {i.fqn for i in inputs if i.kind == "buffer"}
         layouts = {n: x for n, x in layouts.items() if n not in buffers or x.axes_with(Shard)}
@@ -472,7 +472,7 @@ class CompilingModule(FixedModule):
             [name for name in absent if name not in initial and self._holds(names.get(name, name))]
         )
 
-    def _inside(self) -> dict[str, tuple[torch.Tensor, Layout]]:
+    def _inside(self) -> dict[str, tuple[Tensor, Layout]]:
         """Tensors and layouts of submodules that were compiled first, by each name here."""
         model = self._original_model.model
         named = {**parameters_of(model), **dict(model.named_buffers(remove_duplicate=False))}
@@ -486,7 +486,7 @@ class CompilingModule(FixedModule):
 
     def _adopt_attributes(self, graph: Graph, layouts: Mapping[str, Layout]) -> None:
         """Adopt plain attributes that the forward writes; they are no constants any more."""
-        buffers = (i.fqn for i in graph.inputs if i.kind == "buffer")
+        buffers = (i.fqn for i in graph.of_kind("buffer"))
         found = self._original_model.released(
             fqn
             for fqn in buffers
@@ -503,18 +503,18 @@ class CompilingModule(FixedModule):
                 name, self._buffer(tensor, self._layout_of.get(name), None), parameter=False, persistent=False
             )
 
-    def _agree_on_tensors(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _agree_on_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of rank 0 on every rank."""
         return tensors
 
-    def _initial(self, model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
+    def _initial(self, model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
         """Initial values of a ``deferred_init`` model (local shards of parameters); else none."""
         if recording_of(model) is None:
             if any(p.is_meta for p in model.parameters()):
                 log.warning("%s is on the meta device: its weights are zeros until they are loaded", self._title)
             return {}
 
-        def kept(name: str, full: torch.Tensor) -> torch.Tensor:
+        def kept(name: str, full: Tensor) -> Tensor:
             return self._initial_shard(full, layouts.get(name)) if self._holds(name) else full.new_empty(0)
 
         return materialise(model, self._seed(), kept)
@@ -527,14 +527,14 @@ class CompilingModule(FixedModule):
         """The seed of the default generator, equal on every rank."""
         return torch.initial_seed()
 
-    def _initial_shard(self, full: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+    def _initial_shard(self, full: Tensor, layout: Layout | None) -> Tensor:
         """This process's part of an initial value; ``layout`` is None for replicated buffers."""
         return full
 
-    def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
+    def _parameter(self, p: nn.Parameter, layout: Layout, initial: Tensor | None) -> nn.Parameter:
         raise NotImplementedError
 
-    def _buffer(self, b: torch.Tensor, layout: Layout | None, initial: torch.Tensor | None) -> torch.Tensor:
+    def _buffer(self, b: Tensor, layout: Layout | None, initial: Tensor | None) -> Tensor:
         """``layout``: of a sharded buffer."""
         raise NotImplementedError
 

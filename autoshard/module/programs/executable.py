@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import CaptureError, RuntimeMismatchError
@@ -86,8 +87,7 @@ class ModuleCall:
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``(args, kwargs)``"""
-        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(self.leaves, self.spec)
-        return found
+        return pytree.tree_unflatten(self.leaves, self.spec)
 
 
 def key_difference(key: Any, other: Any) -> str:
@@ -164,9 +164,7 @@ class Executable:
         text = str(self.graph)
         return is_specialization_message(text) or str(EXACTLY) in text
 
-    def tried(
-        self, tensor: Callable[[str], torch.Tensor], inputs: Mapping[str, torch.Tensor]
-    ) -> AbstractContextManager[None]:
+    def tried(self, tensor: Callable[[str], Tensor], inputs: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """Context of a run: if the program is for other values, draws and writes are undone.
 
         ``tensor``, ``inputs``: buffers, and written inputs. One program checks before it writes,
@@ -196,7 +194,7 @@ class Executable:
         names = [name for name in self.graph.flat_inputs if name is not None]
         return shape_checker(self.graph.types, self.compiled.symbols, names)
 
-    def apart(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, torch.Tensor]]:
+    def apart(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Tensor]]:
         """(leaves with written inputs cloned, written inputs by fqn).
 
         The values of the program must not see what is written back, unless it writes in place.
@@ -219,9 +217,9 @@ class Executable:
     @cached_property
     def _written(self) -> Mapping[str, str]:
         """Name → fqn of inputs that the forward mutates."""
-        return {i.name: i.fqn for i in self.graph.inputs if i.kind == "input" and i.fqn in self.graph.mutations}
+        return {i.name: i.fqn for i in self.graph.of_kind("input") if i.fqn in self.graph.mutations}
 
-    def named(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def named(self, leaves: Sequence[Any]) -> dict[str, Tensor]:
         """Tensor arguments by input name of the graph."""
         return {n: leaf for n, leaf in zip(self.graph.flat_inputs, leaves, strict=True) if n is not None}
 
@@ -231,7 +229,7 @@ class Executable:
         for i in self._without_gradient:
             x = found[i]
             with torch.DisableTorchFunctionSubclass():  # an output's own getter is slow
-                is_free = isinstance(x, torch.Tensor) and x.requires_grad
+                is_free = isinstance(x, Tensor) and x.requires_grad
             found[i] = x.detach() if is_free else x
         return found
 
@@ -244,7 +242,7 @@ class Executable:
         values = solve_symbols(self.compiled.symbols, {n: x.shape for n, x in self.named(own).items()})
         for (is_input, of), views in self._views.items():
             owner = (given if is_input else found)[of]
-            if is_input and (type(owner) is not torch.Tensor or owner is not own[of]):
+            if is_input and (type(owner) is not Tensor or owner is not own[of]):
                 continue
             written = is_input and names[of] in self._written
             with torch.DisableTorchFunctionSubclass():
@@ -269,15 +267,14 @@ class Executable:
         values = enumerate(self.graph.outputs)
         return [i for i, x in values if isinstance(x, Ref) and not self.graph.types[x.name].grad]
 
-    def shapes(self, inputs: Sequence[torch.Tensor]) -> Sequence[tuple[int, ...] | None]:
+    def shapes(self, inputs: Sequence[Tensor]) -> Sequence[tuple[int, ...] | None]:
         """Global shapes of outputs, then of mutated states, for a call with these ``inputs``.
 
         None for non-tensors and data-dependent lengths, where every rank has the full tensor.
         """
-        found: Sequence[tuple[int, ...] | None] = self._shapes([shape_and_dtype(x)[0] for x in inputs])
-        return found
+        return self._shapes([shape_and_dtype(x)[0] for x in inputs])
 
-    def lengths(self, inputs: Sequence[torch.Tensor]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    def lengths(self, inputs: Sequence[Tensor]) -> Callable[[Sequence[int]], tuple[int, ...]]:
         """A function from symbolic shapes to the shapes of a call with these ``inputs``."""
         shapes = {name: x.shape for name, x in zip(self.compiled.source.inputs, inputs, strict=True)}
         values = solve_symbols(self.compiled.symbols, shapes)
@@ -303,13 +300,13 @@ def _owner_of(owner: Any, shown: Sequence[tuple[Any, bool]]) -> Any:
     state for the next call does so only where no view is a plain tensor.
     """
     kinds = {type(x) for x in (owner, *(x for x, _ in shown))}
-    if not kinds <= {torch.Tensor, ShardedOutput, CachedShards}:
+    if not kinds <= {Tensor, ShardedOutput, CachedShards}:
         return None
-    if type(owner) is torch.Tensor or kinds == {ShardedOutput}:
+    if type(owner) is Tensor or kinds == {ShardedOutput}:
         return owner
     if owner.requires_grad:
         return None
-    whole = next((x for x, same in shown if same and type(x) is torch.Tensor), None)
+    whole = next((x for x, same in shown if same and type(x) is Tensor), None)
     if whole is not None:
         return whole
     return owner.whole() if isinstance(owner, CachedShards) else owner.full_tensor()
@@ -342,14 +339,14 @@ def _as_view(made: Any, owner: Any, view: OutputView, length: Callable[[int], in
     return owner, _view_in_memory(owner, detached, size, *place)
 
 
-def _view_in_memory(x: torch.Tensor, detached: bool, size: Any, stride: Any = None, offset: int = 0) -> torch.Tensor:
+def _view_in_memory(x: Tensor, detached: bool, size: Any, stride: Any = None, offset: int = 0) -> Tensor:
     """A view of ``x``: all of it, or the part with this size, stride and offset from its start."""
     x = x.detach() if detached else x
     return x.view(size) if stride is None else x.as_strided(size, stride, x.storage_offset() + offset)
 
 
 @contextlib.contextmanager
-def _undo_on_other_values(written: Sequence[torch.Tensor]) -> Iterator[None]:
+def _undo_on_other_values(written: Sequence[Tensor]) -> Iterator[None]:
     """Inside, restore generators and ``written`` if the program is for other values."""
     # During CUDA graph capture the device's generator state cannot be read.
     before = torch_state.generator_states(
@@ -367,7 +364,7 @@ def _undo_on_other_values(written: Sequence[torch.Tensor]) -> Iterator[None]:
         raise
 
 
-def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors share an element in memory."""
     a, b = (x.to_local() if isinstance(x, DTensor) else x for x in (a, b))
     if a.is_meta or b.is_meta:
@@ -428,7 +425,7 @@ def input_descriptions(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, A
     return found
 
 
-def _value_range(x: torch.Tensor) -> tuple[int, int]:
+def _value_range(x: Tensor) -> tuple[int, int]:
     """Minimum and maximum of an integer tensor; torch lacks the kernel for wide unsigned types."""
     if x.dtype in (torch.uint16, torch.uint32, torch.uint64):
         numbers = x.detach().cpu().numpy()
@@ -450,7 +447,7 @@ def note_inference_layouts(earlier: Mapping[Any, Executable], made: Compiled) ->
 
 def leaf_signature(leaf: Any, exactly: bool = True) -> Any:
     """Guard of an argument leaf; without ``exactly`` a tensor's lengths are ignored."""
-    if isinstance(leaf, torch.Tensor):
+    if isinstance(leaf, Tensor):
         shape, dtype = shape_and_dtype(leaf)
         return (
             shape if exactly else len(shape),

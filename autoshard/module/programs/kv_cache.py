@@ -78,8 +78,7 @@ class StageResidentOutput(ShardedOutput):
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
         """The full tensor on every rank. Collective."""
-        whole: Tensor = self.everywhere().full_tensor(**kwargs)
-        return whole
+        return self.everywhere().full_tensor(**kwargs)
 
     @classmethod
     def __torch_function__(

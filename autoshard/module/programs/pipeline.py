@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoshard.module.programs.executable import Executable
 from autoshard.passes.ir.graph import Ref
@@ -39,7 +40,7 @@ class ProgramPipeline(Pipeline):
     @cached_property
     def _readers(self) -> dict[str, tuple[int, ...]]:
         graph, each = self.stages.whole, self.stages.each
-        names = [i.name for i in graph.inputs if i.kind == "input"]
+        names = [i.name for i in graph.of_kind("input")]
         return {n: tuple(s.number for s in each if n in s.given and s.reads(n)) for n in names}
 
     @cached_property
@@ -60,8 +61,7 @@ def stage_ranks(executable: Executable) -> list[list[int]]:
     plan = executable.compiled.plan
     ranks = torch.arange(plan.mesh.size).view(plan.mesh.shape)
     at = [] if plan.staged is None else [plan.mesh.index(plan.staged.axis)]
-    found: list[list[int]] = ranks.movedim(at, [0] * len(at)).reshape(ranks.shape[at[0]] if at else 1, -1).tolist()
-    return found
+    return ranks.movedim(at, [0] * len(at)).reshape(ranks.shape[at[0]] if at else 1, -1).tolist()
 
 
 def pipeline_form(executable: Executable, rank: int, lengths: BindLengths = tuple) -> StageForm:
@@ -89,17 +89,17 @@ def pipeline_form(executable: Executable, rank: int, lengths: BindLengths = tupl
     return StageForm(staged.schedule, 1 if micro is None else micro.count, tuple(sent), loss, draws)
 
 
-OutputsAndWrites = tuple[list[Any], dict[str, torch.Tensor]]
-RunOneStage = Callable[[Executable, list[torch.Tensor]], OutputsAndWrites]
+OutputsAndWrites = tuple[list[Any], dict[str, Tensor]]
+RunOneStage = Callable[[Executable, list[Tensor]], OutputsAndWrites]
 
 
-def run_stages_in_order(executable: Executable, inputs: list[torch.Tensor], run: RunOneStage) -> OutputsAndWrites:
+def run_stages_in_order(executable: Executable, inputs: list[Tensor], run: RunOneStage) -> OutputsAndWrites:
     """Outputs of all stages and mutated states. ``inputs``: in the full program's order."""
     pipeline = executable.compiled.pipeline
     assert pipeline is not None
     values = dict(zip(executable.compiled.source.inputs, inputs, strict=True))
     outputs = [None if isinstance(out, Ref) else out for out in executable.graph.outputs]
-    written: dict[str, torch.Tensor] = {}
+    written: dict[str, Tensor] = {}
     for stage, part in zip(pipeline.each, executable.parts, strict=True):
         found, mutated = run(part, [values[name] for name in part.compiled.source.inputs])
         values.update(zip(stage.sent, found, strict=False))

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.layout import Layout, Partial, Shard
@@ -14,7 +15,7 @@ from autoshard.runtime.transport import sparse_gradients
 from autoshard.runtime.transport.autograd import LeanFunction, NoneGradFunction
 
 
-def writable_shards(full: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
+def writable_shards(full: Tensor, layout: Layout) -> tuple[Tensor, ...]:
     """Shards of ``full`` for in-place writes: views, and copies for further replicas."""
     whole = [i for i, p in enumerate(layout.placements) if not isinstance(p, Shard)]
     found = []
@@ -31,12 +32,12 @@ def _first_replica(layout: Layout, rank: int, whole: Collection[int]) -> int:
 
 
 def join_shards(
-    shards: Sequence[torch.Tensor],
+    shards: Sequence[Tensor],
     layout: Layout,
     shape: Sequence[int] | None,
     what: str,
     computed: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The full tensor from ``shards`` by rank. ``what`` names it in errors.
 
     ``shape``: global; None if data-dependent, where every rank has the full tensor. ``computed``:
@@ -61,9 +62,7 @@ def join_shards(
     return full
 
 
-def _shard_blocks(
-    full: torch.Tensor, shard: torch.Tensor, layout: Layout, rank: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _shard_blocks(full: Tensor, shard: Tensor, layout: Layout, rank: int) -> list[tuple[Tensor, Tensor]]:
     """Pairs (block of ``full``, its data in ``shard``) on this rank."""
     blocks = [(full, shard)]
     for dim, size in enumerate(full.shape):
@@ -77,9 +76,7 @@ def _shard_blocks(
     return blocks
 
 
-def _check_equal(
-    a: torch.Tensor, b: torch.Tensor, what: str, rank: int, layout: Layout, computed: torch.dtype | None
-) -> None:
+def _check_equal(a: Tensor, b: Tensor, what: str, rank: int, layout: Layout, computed: torch.dtype | None) -> None:
     """Compare replicas with a tolerance: gradients that cancel out are rounding only."""
     if a.shape != b.shape:
         same = False
@@ -97,37 +94,31 @@ def _check_equal(
         )
 
 
-def shard_for_ranks(
-    full: torch.Tensor, layout: Layout, name: str, computed: torch.dtype | None = None
-) -> tuple[torch.Tensor, ...]:
+def shard_for_ranks(full: Tensor, layout: Layout, name: str, computed: torch.dtype | None = None) -> tuple[Tensor, ...]:
     """Shards of ``full`` by rank; the backward joins their gradients. ``computed``: as of :func:`join_shards`."""
-    parts: tuple[torch.Tensor, ...] = _ShardForRanks.apply(full, layout, name, computed)
-    return parts
+    return _ShardForRanks.apply(full, layout, name, computed)
 
 
 def join_differentiably(
-    shards: Sequence[torch.Tensor],
+    shards: Sequence[Tensor],
     layout: Layout,
     shape: tuple[int, ...] | None,
     name: str,
     computed: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """:func:`join_shards`, differentiable: the backward shards the gradient."""
-    full: torch.Tensor = _JoinShards.apply(layout, shape, name, computed, *shards)
-    return full
+    return _JoinShards.apply(layout, shape, name, computed, *shards)
 
 
 class _ShardForRanks(LeanFunction):
     @staticmethod
-    def forward(
-        ctx: Any, full: torch.Tensor, layout: Layout, name: str, computed: torch.dtype | None
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, full: Tensor, layout: Layout, name: str, computed: torch.dtype | None) -> tuple[Tensor, ...]:
         ctx.layout, ctx.shape, ctx.name, ctx.computed = layout, full.shape, name, computed
         ctx.set_materialize_grads(False)
         return tuple(shard_of(full, layout, rank).clone() for rank in range(layout.mesh.size))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         given = [g for g in gradients if g is not None]
         if not given:
             return None, None, None, None
@@ -143,12 +134,12 @@ class _ShardForRanks(LeanFunction):
 
 
 def _join_sparse_shards(
-    parts: Sequence[torch.Tensor | None],
+    parts: Sequence[Tensor | None],
     layout: Layout,
     shape: Sequence[int],
     name: str,
     computed: torch.dtype | None,
-) -> torch.Tensor:
+) -> Tensor:
     """:func:`join_shards` of sparse gradients; ranks without rows have None."""
     whole = [i for i, p in enumerate(layout.placements) if not isinstance(p, Shard)]
     found = []
@@ -175,12 +166,12 @@ class _JoinShards(NoneGradFunction):
         shape: tuple[int, ...] | None,
         name: str,
         computed: torch.dtype | None,
-        *shards: torch.Tensor,
-    ) -> torch.Tensor:
+        *shards: Tensor,
+    ) -> Tensor:
         ctx.layout, ctx.name, ctx.computed = layout, name, computed
         return join_shards(shards, layout, shape, name, computed)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         parts = _ShardForRanks.apply(gradient, ctx.layout.gradient(), ctx.name, ctx.computed)
         return None, None, None, None, *parts

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard import errors
@@ -43,7 +43,7 @@ RANK_CHECKS = ("inputs", "replicas")
 """names for AUTOSHARD_CHECK"""
 
 
-def _cpu_tensor(numbers: object) -> torch.Tensor:
+def _cpu_tensor(numbers: object) -> Tensor:
     """A tensor on the CPU, whatever the default device."""
     return torch.tensor(numbers, device="cpu")
 
@@ -58,7 +58,7 @@ class Agreement:
         fake = dist.get_backend() == "fake"
         self.rank, self.ranks = (0, 1) if fake else (dist.get_rank(group), dist.get_world_size(group))
         self._group = None if self.ranks == 1 else group or _gloo_group()
-        self._open: tuple[Any, torch.Tensor, tuple[Claim, ...]] | None = None
+        self._open: tuple[Any, Tensor, tuple[Claim, ...]] | None = None
         notes.settle = self.finish
 
     # --- numbers ---
@@ -90,7 +90,7 @@ class Agreement:
         self.begin(*claims)
         self.finish()
 
-    def numbers_of(self, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    def numbers_of(self, tensors: Sequence[Tensor]) -> list[list[int]]:
         """Checksums of ``tensors`` by rank; -1 on the meta device."""
         numbers = [-1 if x.is_meta else int(checksum(x)) & _POSITIVE_MASK for x in tensors]
         return self.rows(numbers, "the comparison of tensors")
@@ -110,10 +110,9 @@ class Agreement:
             return [[] for _ in range(self.ranks)]
         work, found = self._numbers(_cpu_tensor(mine))
         self._wait(work, what)
-        rows: list[list[int]] = found.tolist()
-        return rows
+        return found.tolist()
 
-    def _numbers(self, mine: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    def _numbers(self, mine: Tensor) -> tuple[Any, Tensor]:
         if self.ranks == 1:
             return None, mine.view(1, -1)
         found = torch.empty(self.ranks * len(mine), dtype=torch.int64, device="cpu")
@@ -142,7 +141,7 @@ class Agreement:
             raise _error_from_json(reported)
         return str(text)
 
-    def tensor_of_first(self, x: torch.Tensor, first: int = 0) -> torch.Tensor:
+    def tensor_of_first(self, x: Tensor, first: int = 0) -> Tensor:
         """Rank ``first``'s ``x`` on the CPU; other ranks pass a tensor of its shape and dtype."""
         full = (
             x.detach().cpu().contiguous().clone()
@@ -264,15 +263,13 @@ _META_CHECKSUM = -1
 _MOST_SHOWN = 5
 
 
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers by their first names."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
-def rank0_values(
-    agreement: Agreement, tensors: Mapping[str, torch.Tensor], title: str
-) -> Iterator[tuple[str, torch.Tensor]]:
+def rank0_values(agreement: Agreement, tensors: Mapping[str, Tensor], title: str) -> Iterator[tuple[str, Tensor]]:
     """Rank 0's values (on the CPU) of tensors that differ or lack data on another rank.
 
     Collective. Names, shapes and dtypes are equal. Rank 0 warns of different data, not of missing
@@ -301,7 +298,7 @@ def rank0_values(
 
 
 def check_replicas(
-    agreement: Agreement, mesh: Mesh, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    agreement: Agreement, mesh: Mesh, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
 ) -> None:
     """Raise :class:`RuntimeMismatchError` on every rank if replicas differ."""
     tensors = {**parameters, **buffers}

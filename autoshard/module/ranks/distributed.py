@@ -17,7 +17,7 @@ import numpy
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -78,7 +78,7 @@ class RankLocalModule(ShardedModule):
     _agreement: Agreement
     has_local_tensors = True
 
-    def relay(self, layouts: Mapping[str, Layout], kept: Mapping[str, torch.Tensor] | None = None) -> None:
+    def relay(self, layouts: Mapping[str, Layout], kept: Mapping[str, Tensor] | None = None) -> None:
         """See :meth:`Compiling.relay`; the tensors are replaced by their shards."""
         of, made = self._original_model, dict[int, Any]()
         for name, layout in layouts.items():
@@ -117,7 +117,7 @@ class RankLocalModule(ShardedModule):
     def _seed(self) -> int:
         return int(self._agreement.tensor_of_first(torch.tensor(torch.initial_seed(), device="cpu")))
 
-    def _initial(self, model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
+    def _initial(self, model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
         """See :meth:`Compiling._initial`. Values of rank 0 win where ranks differ."""
         tensors = dict(named_tensors(model))
         first = rank0_values(self._agreement, tensors, self._title)
@@ -125,18 +125,18 @@ class RankLocalModule(ShardedModule):
         missing = any(x.is_meta for n, x in tensors.items() if n not in found)
         return {**super()._initial(model, layouts), **found} if missing else found
 
-    def _agree_on_tensors(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _agree_on_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {**tensors, **dict(rank0_values(self._agreement, tensors, self._title))} if tensors else tensors
 
-    def _initial_shard(self, full: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+    def _initial_shard(self, full: Tensor, layout: Layout | None) -> Tensor:
         return full if layout is None else shard_of(full, layout, self._comm.rank)
 
-    def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
+    def _parameter(self, p: nn.Parameter, layout: Layout, initial: Tensor | None) -> nn.Parameter:
         return nn.Parameter(
             self._dtensor(self._part(p, layout, initial), layout, p.shape), requires_grad=p.requires_grad
         )
 
-    def _part(self, full: torch.Tensor, layout: Layout, initial: torch.Tensor | None) -> torch.Tensor:
+    def _part(self, full: Tensor, layout: Layout, initial: Tensor | None) -> Tensor:
         """This rank's shard of a tensor, or a copy of its ``initial`` shard; zeros without data."""
         if initial is not None:
             return initial.detach().to(self._device, copy=True).contiguous()
@@ -145,16 +145,16 @@ class RankLocalModule(ShardedModule):
             return torch.zeros(shape, dtype=full.dtype, device=self._device)
         return shard_of(full.detach(), layout, self._comm.rank).to(self._device, copy=True).contiguous()
 
-    def _dtensor(self, local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
+    def _dtensor(self, local: Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
         return as_dtensor(local, self.device_mesh, layout, shape)
 
-    def _buffer(self, b: torch.Tensor, layout: Layout | None, initial: torch.Tensor | None) -> torch.Tensor:
+    def _buffer(self, b: Tensor, layout: Layout | None, initial: Tensor | None) -> Tensor:
         if layout is not None:
             return ShardedOutput.of(self._dtensor(self._part(b, layout, initial), layout, b.shape))
         zeros = torch.zeros_like(b, device="cpu") if b.is_meta and initial is None else b
         return (zeros if initial is None else initial).detach().clone().to(self._device)
 
-    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _full(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor.clone()
         # DTensor.full_tensor gathers axis by axis; this gathers the flattened axes at once.
@@ -172,7 +172,7 @@ class RankLocalModule(ShardedModule):
             return gather_owned(full, shape, tuple(owner), self._comm)
         return full.clone() if full is local else reorder_segments(full, layout)
 
-    def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
+    def _load(self, tensor: Tensor, full: Tensor) -> None:
         if isinstance(tensor, DTensor):
             layout = dtensor_layout(self._program_mesh, self.device_mesh, tensor)
             part = local_shard(full) if isinstance(full, DTensor) else shard_of(full, layout, self._comm.rank)
@@ -180,11 +180,11 @@ class RankLocalModule(ShardedModule):
         if not full.is_set_to(tensor):  # else written in place
             tensor.copy_(full)
 
-    def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+    def _form(self, tensor: Tensor) -> tuple[Any, ...]:
         shape, dtype, _ = super()._form(tensor)
         return shape, dtype, owner_device_type(tensor), tensor.placements if isinstance(tensor, DTensor) else None
 
-    def _check(self, name: str, tensor: torch.Tensor) -> None:
+    def _check(self, name: str, tensor: Tensor) -> None:
         layout = self._layout_of.get(name)
         if owner_device_type(tensor) != self._device.type:
             raise CaptureError(
@@ -206,7 +206,7 @@ def _states_as_json(states: tuple[Any, Any]) -> str:
     return json.dumps([python, [kind, words.tolist(), *rest]])
 
 
-def run_redistribution(plan: Any, local: torch.Tensor) -> torch.Tensor:
+def run_redistribution(plan: Any, local: Tensor) -> Tensor:
     """Run a redistribution on this rank's tensor, on the bound communicator."""
     for step in plan.steps:
         name, args, kwargs = runtime_call(step)
@@ -309,7 +309,7 @@ class DistributedModule(RankLocalModule):
         Collective for local inputs; large ones have no data.
         """
 
-        def whole(x: torch.Tensor) -> torch.Tensor:
+        def whole(x: Tensor) -> Tensor:
             if not isinstance(x, DTensor) and (x.is_meta or x.device.type == self._home.type):
                 return x
             full = meta_input(x, x.shape) if isinstance(x, DTensor) else x.detach()
@@ -317,17 +317,14 @@ class DistributedModule(RankLocalModule):
             full = self._full(present.detach()) if full is None else full
             return (full if full.is_meta else full.to(self._home)).requires_grad_(x.requires_grad)
 
-        plain: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
-            torch.Tensor, whole, (tuple(args), dict(kwargs))
-        )
-        return plain
+        return pytree.tree_map_only(Tensor, whole, (tuple(args), dict(kwargs)))
 
     def gathered_inputs(self, leaves: Sequence[Any], spec: Any) -> Sequence[Any]:
         """See :meth:`Compiling.gathered_inputs`. Collective for local inputs."""
         called = self._inputs_as_called(leaves, spec)[0]
-        return [gather_inputs({"": x})[""].to(self._device) if isinstance(x, torch.Tensor) else x for x in called]
+        return [gather_inputs({"": x})[""].to(self._device) if isinstance(x, Tensor) else x for x in called]
 
-    def _gather_local_inputs(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def _gather_local_inputs(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """See :meth:`ShardedModule._put_together`."""
         return gather_inputs(inputs)
 
@@ -454,7 +451,7 @@ class DistributedModule(RankLocalModule):
 
         return self._shared_program(graph, known, agreed)
 
-    def _run(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    def _run(self, executable: Executable, inputs: list[Tensor]) -> tuple[list[Any], dict[str, Tensor]]:
         if every := self._checks.get("replicas"):
             self._agreement.finish()
             if self._comm.notes.call % every == 0:
@@ -469,7 +466,7 @@ class DistributedModule(RankLocalModule):
 
     def _new_values(
         self, program: Program, results: Sequence[Any], shapes: Sequence[Sequence[int] | None]
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """Mutated states from the rank module, by original name: DTensors if sharded.
 
         ``shapes``: global, of outputs and states.
@@ -480,14 +477,14 @@ class DistributedModule(RankLocalModule):
             found[fqn] = self._dtensor(local, layout, shape) if shape and layout.axes_with(Shard) else local
         return found
 
-    def _results(self, executable: Executable, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
+    def _results(self, executable: Executable, inputs: Sequence[Tensor]) -> Sequence[Any]:
         """Local outputs and mutated states of the rank module."""
         program, loaded = executable.compiled.program, self._load_program(executable)
         module = loaded.module
         self._comm.deferred = self._deferred
         if not loaded.recorded:
             self._comm.spare.clear()
-        aside: Mapping[str, torch.Tensor] = {}
+        aside: Mapping[str, Tensor] = {}
         if self._part_of is not None:
             between, path = self._part_of
             if aside := between.plain.read_within(path, loaded.parameters):
@@ -536,14 +533,14 @@ class DistributedModule(RankLocalModule):
             self._loaded[id(executable)] = RankProgram.of(executable, self._comm, self._device)
         return self._loaded[id(executable)]
 
-    def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
+    def local_tensors(self, executable: Executable, rank: int) -> dict[str, Tensor]:
         """See :meth:`ShardedModule.local_tensors`; for this process's rank only."""
         with torch.no_grad(), runtime.bind(self._comm):
             return {
                 name: t.detach() for name, t in self._load_program(executable).tensors(self._original_model).items()
             }
 
-    def _output(self, local: torch.Tensor, layout: Layout, shape: Sequence[int], kept: bool) -> torch.Tensor:
+    def _output(self, local: Tensor, layout: Layout, shape: Sequence[int], kept: bool) -> Tensor:
         """The full tensor, or an :class:`ShardedOutput` if ``kept`` and sharded; scalars plain."""
         cut, state = layout.axes_with(Shard), self._settings.gather_outputs is None and not local.requires_grad
         if kept and (cut or (shape and not state)):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -52,7 +53,7 @@ def local_parameters(
     last: tuple[Sequence[int], FlatBucket | None] = ((), None),
     buckets: dict[EnteringKey, FlatBucket] | None = None,
     alone: frozenset[int] = frozenset(),
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """Local shards of DTensor parameters, for one forward."""
     gradients = runtime.Gradients(
         comm, lambda numbers, axes: _take_summands(comm, parameters, numbers, axes), last, buckets
@@ -70,7 +71,7 @@ def local_parameters(
     return tuple([found[n] for n in range(len(parameters))])
 
 
-def _parameter_shards(parameters: Sequence[Any]) -> list[torch.Tensor]:
+def _parameter_shards(parameters: Sequence[Any]) -> list[Tensor]:
     """:func:`local_shard` each, without a Python call for shards that this rank has."""
     parts = [(p, p._local_tensor) for p in parameters]
     return [x if x.ndim == p.ndim else local_shard(p) for p, x in parts]
@@ -84,7 +85,7 @@ class _LocalShards(LeanFunction):
     """
 
     @staticmethod
-    def forward(ctx: Any, pending: runtime.Gradients, *parameters: Any) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, pending: runtime.Gradients, *parameters: Any) -> tuple[Tensor, ...]:
         ctx.pending, ctx.parameters = pending, parameters
         ctx.specs = [p._spec for p in parameters]
         ctx.versions = _versions(parameters)
@@ -93,12 +94,12 @@ class _LocalShards(LeanFunction):
         return *[x.detach() for x in _parameter_shards([parameters[n] for n in pending.numbers or ()])], begun
 
     @staticmethod
-    def backward(ctx: Any, *brought: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *brought: Tensor | None) -> Any:
         # In-place DTensor ops change the local tensor unseen by autograd.
         if _versions(ctx.parameters) != ctx.versions:
             raise RuntimeMismatchError(CHANGED_IN_PLACE.format("a parameter"))
         pending, specs, parameters = ctx.pending, ctx.specs, ctx.parameters
-        gradients: list[torch.Tensor | None] = [None] * len(parameters)
+        gradients: list[Tensor | None] = [None] * len(parameters)
         for n, g in zip(pending.numbers or (), brought, strict=False):
             gradients[n] = g
         owned = _unshared_gradients(pending.finish(gradients), gradients)
@@ -137,15 +138,13 @@ def _versions(parameters: Sequence[Any]) -> list[int]:
         return [p._version for p in parameters]
 
 
-def _takes_gradient_directly(p: Any, local: torch.Tensor) -> bool:
+def _takes_gradient_directly(p: Any, local: Tensor) -> bool:
     """Whether ``p`` is a leaf without hooks and in the dtype of ``local``: no conversion needed."""
     hooked = p._backward_hooks or p._post_accumulate_grad_hooks
     return p.is_leaf and p.requires_grad and not hooked and local.dtype == getattr(p, "grad_dtype", p.dtype)
 
 
-def _unshared_gradients(
-    gradients: Sequence[torch.Tensor | None], brought: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
+def _unshared_gradients(gradients: Sequence[Tensor | None], brought: Sequence[Tensor | None]) -> list[Tensor | None]:
     """``gradients``, with copies of those ``brought`` by autograd that others hold, too.
 
     Autograd copies so for plain parameters: operands of a sum share one gradient tensor.
@@ -161,7 +160,7 @@ def _unshared_gradients(
     return own
 
 
-def _accumulate_or_dense(p: Any, gradient: torch.Tensor, spec: Any) -> torch.Tensor | None:
+def _accumulate_or_dense(p: Any, gradient: Tensor, spec: Any) -> Tensor | None:
     """A dense gradient with the parameter's strides; None for sparse ones, which join ``p.grad``.
 
     Sparse ones become dense if autograd accumulates none. Fused optimizers need equal strides.
@@ -176,11 +175,11 @@ def _accumulate_or_dense(p: Any, gradient: torch.Tensor, spec: Any) -> torch.Ten
     return None
 
 
-def _all_strides_match(parameters: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> bool:
+def _all_strides_match(parameters: Sequence[Any], gradients: Sequence[Tensor | None]) -> bool:
     """Whether all have their parameter's strides; without a Python call each if contiguous."""
     there = [g for g in gradients if g is not None]
-    plain = not any(map(_IS_SPARSE, there)) and all(map(torch.Tensor.is_contiguous, there))
-    if plain and all(map(torch.Tensor.is_contiguous, map(_GET_LOCAL, parameters))):
+    plain = not any(map(_IS_SPARSE, there)) and all(map(Tensor.is_contiguous, there))
+    if plain and all(map(Tensor.is_contiguous, map(_GET_LOCAL, parameters))):
         return True
     return all(map(_strides_match, parameters, gradients))
 
@@ -188,13 +187,13 @@ def _all_strides_match(parameters: Sequence[Any], gradients: Sequence[torch.Tens
 _IS_SPARSE, _GET_LOCAL = operator.attrgetter("is_sparse"), operator.attrgetter("_local_tensor")
 
 
-def _strides_match(p: Any, gradient: torch.Tensor | None) -> bool:
+def _strides_match(p: Any, gradient: Tensor | None) -> bool:
     """Whether a gradient is absent, or dense with the parameter's strides."""
     if gradient is None:
         return True
     if gradient.is_sparse:
         return False
-    local: torch.Tensor = p._local_tensor
+    local: Tensor = p._local_tensor
     return (gradient.is_contiguous() and local.is_contiguous()) or gradient.stride() == local.stride()
 
 
@@ -229,10 +228,10 @@ def _partial_spec(comm: Communicator, spec: Any, axes: SummandAxes) -> Any:
 
 def _take_summands(
     comm: Communicator, parameters: Sequence[Any], numbers: Sequence[int], axes: SummandAxes
-) -> dict[int, torch.Tensor]:
+) -> dict[int, Tensor]:
     """Take partial sums over ``axes`` out of ``.grad``, to add them to this backward's.
     Not from parameters with hooks: those have seen them."""
-    found: dict[int, torch.Tensor] = {}
+    found: dict[int, Tensor] = {}
     for number in numbers if _unsummed_ids else ():
         p = parameters[number]
         if (
@@ -266,7 +265,7 @@ def _align_summands(comm: Communicator, p: Any, axes: SummandAxes) -> SummandAxe
     return both
 
 
-def _will_accumulate(p: torch.Tensor) -> bool:
+def _will_accumulate(p: Tensor) -> bool:
     """Whether the running backward adds to ``p.grad``: not under torch.autograd.grad."""
     return p.is_leaf and p.requires_grad and _engine_runs(torch.autograd.graph.get_gradient_edge(p).node)
 
@@ -329,7 +328,7 @@ class RankProgram:
     parameters: Sequence[str]
     buffers: Sequence[tuple[str, bool]]
     """(name, whether the forward writes it in a program with a backward)"""
-    constants: Mapping[str, torch.Tensor]
+    constants: Mapping[str, Tensor]
     """this rank's shards"""
     layouts: Mapping[str, Layout]
     """of buffers"""
@@ -368,7 +367,7 @@ class RankProgram:
         """This program, with the gradient of every parameter reduced where the backward makes it."""
         return replace(self, last=(frozenset(), ()), trained={}) if self.last[1] else self
 
-    def tensors(self, model: OriginalModel, aside: Mapping[str, torch.Tensor] = {}) -> dict[str, torch.Tensor]:
+    def tensors(self, model: OriginalModel, aside: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:
         """This rank's shards of all tensors of ``model`` that a forward reads.
 
         ``aside``: local tensors of parameters that others read, too; see :meth:`without_last`.
@@ -429,7 +428,7 @@ def summed_last(program: Program, comm: Communicator) -> tuple[frozenset[str], t
     )
     types = [(program.layouts[n], program.types[n]) for n in names]
     size = sum(math.prod(layout.max_local_shape(t.shape)) * t.dtype.itemsize for layout, t in types)
-    trained = {i.name for i in program.graph.inputs if i.kind == "parameter" and program.types[i.name].grad}
+    trained = {i.name for i in program.graph.of_kind("parameter") if program.types[i.name].grad}
     alone = alone and names | of_experts >= trained
     if (
         len(groups) != 1
@@ -450,10 +449,10 @@ def entering_alone(program: Program) -> frozenset[str]:
     counts = Counter(name for s in program.statements for name in reads(s))
     entering = (s for s in program.statements if s.call.fn == "enter_parameters" and not s.again)
     names = {name for s in entering for name in reads(s) if counts[name] == 1} - program.returned
-    return frozenset(i.fqn for i in program.graph.inputs if i.kind == "parameter" and i.name in names)
+    return frozenset(i.fqn for i in program.graph.of_kind("parameter") if i.name in names)
 
 
-def _rank_shard(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+def _rank_shard(full: Tensor, layout: Layout, rank: int) -> Tensor:
     if isinstance(full, DTensor):
         return full._local_tensor
     return shard_of(full, layout, rank) if layout.axes_with(Shard) else full

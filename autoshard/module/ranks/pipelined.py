@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import runtime
@@ -43,12 +43,12 @@ class StageOutputsModule(DistributedModule):
     def _home_of(self, number: int) -> StageHome:
         return StageHome(self._along, self._along.runs(number))
 
-    def _written(self, pipeline: ProgramPipeline, number: int) -> dict[str, torch.Tensor]:
+    def _written(self, pipeline: ProgramPipeline, number: int) -> dict[str, Tensor]:
         """States that a stage writes in the last micro-batch."""
         part = pipeline.executable.parts[number]
         return self._new_values(part.compiled.program, pipeline.made[number][-1], pipeline.shapes(part))
 
-    def _made_everywhere(self, pipeline: ProgramPipeline, given: Mapping[str, torch.Tensor]) -> list[list[Any]]:
+    def _made_everywhere(self, pipeline: ProgramPipeline, given: Mapping[str, Tensor]) -> list[list[Any]]:
         """The model's outputs per micro-batch, on every rank, sent from their stages.
 
         Inputs that are returned (``given``) are on every rank already.
@@ -70,8 +70,8 @@ class StageOutputsModule(DistributedModule):
         return made
 
     def _as_given(
-        self, pipeline: ProgramPipeline, part: Executable, name: str, given: Mapping[str, torch.Tensor]
-    ) -> list[torch.Tensor]:
+        self, pipeline: ProgramPipeline, part: Executable, name: str, given: Mapping[str, Tensor]
+    ) -> list[Tensor]:
         """This rank's shard of a returned input if the batch is not split; empty for others."""
         x = given.get(name)
         if x is None or pipeline.count > 1 or x.requires_grad or isinstance(x, StageResidentOutput):
@@ -83,9 +83,7 @@ class StageOutputsModule(DistributedModule):
         shape = pipeline.shapes(part)[at]
         return self._along.ranks > 1 and not part.graph.training and bool(shape) and self._stays_sharded(part, at)
 
-    def _kept_by(
-        self, pipeline: ProgramPipeline, number: int, at: int, own: Sequence[torch.Tensor] | None
-    ) -> list[torch.Tensor]:
+    def _kept_by(self, pipeline: ProgramPipeline, number: int, at: int, own: Sequence[Tensor] | None) -> list[Tensor]:
         """Result ``at`` of a stage per micro-batch, with data on that stage's ranks."""
         part = pipeline.executable.parts[number]
         program, shape = part.compiled.program, pipeline.shapes(part)[at]
@@ -99,12 +97,12 @@ class StageOutputsModule(DistributedModule):
         parts = [self._dtensor(local.detach().contiguous(), layout, shape) for local in own]
         return [StageResidentOutput.at(x, self._home_of(number)) for x in parts]
 
-    def _inputs_written(self, pipeline: ProgramPipeline, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _inputs_written(self, pipeline: ProgramPipeline, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Inputs that stages write, on every rank; state that stays on a stage is written there."""
         found = {}
         for number, stage in enumerate(pipeline.stages.each):
             part = pipeline.executable.parts[number]
-            program, inputs = part.compiled.program, {i.fqn: i.name for i in stage.graph.inputs if i.kind == "input"}
+            program, inputs = part.compiled.program, {i.fqn: i.name for i in stage.graph.of_kind("input")}
             for at, (fqn, name) in enumerate(program.mutations.items(), len(program.outputs)):
                 if fqn in inputs and not isinstance(given[inputs[fqn]], StageResidentOutput):
                     own = [results[at] for results in pipeline.made[number]] if number in pipeline.mine else None
@@ -115,8 +113,8 @@ class StageOutputsModule(DistributedModule):
         return found
 
     def _of_stage(
-        self, pipeline: ProgramPipeline, number: int, name: str, own: Sequence[torch.Tensor] | None
-    ) -> Sequence[torch.Tensor]:
+        self, pipeline: ProgramPipeline, number: int, name: str, own: Sequence[Tensor] | None
+    ) -> Sequence[Tensor]:
         """A stage's value per micro-batch: local, or from the stage's rank in the same place."""
         program = pipeline.executable.parts[number].compiled.program
         type_, layout = program.types[name], program.layouts[name]
@@ -131,7 +129,7 @@ class StageOutputsModule(DistributedModule):
         return both.unbind(0)
 
 
-ParameterLeaves = list[tuple[torch.Tensor, torch.Tensor]]
+ParameterLeaves = list[tuple[Tensor, Tensor]]
 
 _ALL_DTYPES = [None, *sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)]
 """all dtypes, in the same order on every rank"""
@@ -181,10 +179,10 @@ class PipelinedModule(StageOutputsModule):
     def _holds(self, name: str) -> bool:
         return self._stage_homes is None or any(map(self._along.is_mine, self._stage_homes.get(name, (0,))))
 
-    def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+    def _form(self, tensor: Tensor) -> tuple[Any, ...]:
         return tuple(tensor.shape), tensor.dtype  # ranks hold different tensors
 
-    def _check(self, name: str, tensor: torch.Tensor) -> None:
+    def _check(self, name: str, tensor: Tensor) -> None:
         if name not in self._original_model.elsewhere:
             super()._check(name, tensor)
 
@@ -208,7 +206,7 @@ class PipelinedModule(StageOutputsModule):
         return [g for n, g in named if self._along.is_mine(self._stage_of(n))]
 
     @collective_method
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
+    def full_state_dict(self) -> dict[str, Tensor]:
         """Original name → full tensor (a copy) of the state dict, on every rank. Collective."""
         own, whole = self.state_dict(keep_vars=True), self.all_stages_state_dict()
         return {
@@ -216,7 +214,7 @@ class PipelinedModule(StageOutputsModule):
             for n, (name, _) in state_dict_entries(self._original_model.model).items()
         }
 
-    def all_stages_state_dict(self) -> dict[str, torch.Tensor]:
+    def all_stages_state_dict(self) -> dict[str, Tensor]:
         """See :meth:`ShardedModule.whole_state_dict`."""
         own = self.state_dict(keep_vars=True)
         named = state_dict_entries(self._original_model.model)  # in the dtypes of the last capture
@@ -230,7 +228,7 @@ class PipelinedModule(StageOutputsModule):
         """``mine`` of every rank along the pipeline axis. Collective."""
         return self._along.gathered(mine)
 
-    def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """See :meth:`ShardedModule.load_full_state_dict`; a rank loads its stages' entries."""
         self._check_state(self.all_stages_state_dict(), state)
         with torch.no_grad():
@@ -254,7 +252,7 @@ class PipelinedModule(StageOutputsModule):
         return super().load_state_dict(mine, *args, **kwargs)
 
     @collective_method
-    def full_gradients(self) -> dict[str, torch.Tensor]:
+    def full_gradients(self) -> dict[str, Tensor]:
         """Original parameter name → full gradient (if any), on every rank. Collective."""
         own = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
         paths = dict(
@@ -275,7 +273,7 @@ class PipelinedModule(StageOutputsModule):
                 found[n] = bring(paths[n], x, own.get(n))
         return found
 
-    def everywhere(self, name: str, like: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
+    def everywhere(self, name: str, like: Tensor, own: Tensor | None) -> Tensor:
         """The full tensor of a name on every rank; ``own``: this rank's, if any. Collective."""
         full = None if own is None else self._full(own).to(self._device).contiguous()
         if full is None:
@@ -283,7 +281,7 @@ class PipelinedModule(StageOutputsModule):
         self._along.tell(self._stage_of(name), full, name)
         return full
 
-    def _rows_everywhere(self, name: str, like: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
+    def _rows_everywhere(self, name: str, like: Tensor, own: Tensor | None) -> Tensor:
         """As :meth:`everywhere`, for the rows of a sparse gradient. Collective."""
         numbers, rows = sparse_gradients.rows_of(self._full(own).to(self._device)) if own is not None else (None, None)
         count = torch.tensor(0 if numbers is None else len(numbers), device=self._device)
@@ -331,9 +329,7 @@ class PipelinedModule(StageOutputsModule):
     def _places(self) -> Sequence[Sequence[int]]:
         return self._by_stage
 
-    def _step(
-        self, executable: Executable, inputs: Mapping[str, torch.Tensor]
-    ) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    def _step(self, executable: Executable, inputs: Mapping[str, Tensor]) -> tuple[list[Any], dict[str, Tensor]]:
         """See :meth:`ShardedModule._step`; runs all micro-batches on this rank's stages."""
         pipeline, micro = self._pipeline(executable, inputs), executable.compiled.micro_batches
         training = pipeline.training
@@ -353,7 +349,7 @@ class PipelinedModule(StageOutputsModule):
         try:
             with contextlib.ExitStack() as inside, without_checkpoint_hooks():
                 pairs: ParameterLeaves = inside.enter_context(self._original_model.leaf_stand_ins()) if training else []
-                begin = self._beginning(pipeline)
+                begin = self._state_of_first() if pipeline.draws and 0 in pipeline.mine else None
                 with runtime.bind(self._comm):
                     pipeline.step(self._comm.notes, [leaf for _, leaf in pairs], begin)
         finally:
@@ -375,7 +371,7 @@ class PipelinedModule(StageOutputsModule):
             wanted = [(torch.zeros((), requires_grad=True), torch.zeros(()))]
         return step_outputs(micro, made, wanted), written
 
-    def _pipeline(self, executable: Executable, inputs: Mapping[str, torch.Tensor]) -> ProgramPipeline:
+    def _pipeline(self, executable: Executable, inputs: Mapping[str, Tensor]) -> ProgramPipeline:
         """The pipeline for these inputs; its messages have the lengths of the call."""
         found = self._pipelines.get(id(executable))
         lengths: BindLengths = tuple
@@ -389,9 +385,7 @@ class PipelinedModule(StageOutputsModule):
             found.lengths = lengths
         return found
 
-    def _where_read(
-        self, pipeline: ProgramPipeline, inputs: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _where_read(self, pipeline: ProgramPipeline, inputs: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """The inputs; state that another stage reads is sent to all ranks. Collective then."""
         for name, x in inputs.items():
             elsewhere = isinstance(x, StageResidentOutput) and any(
@@ -399,7 +393,7 @@ class PipelinedModule(StageOutputsModule):
             )
             yield name, x.everywhere() if elsewhere else x  # type: ignore[attr-defined]
 
-    def _whole_buffer(self, name: str) -> torch.Tensor:
+    def _whole_buffer(self, name: str) -> Tensor:
         """A full buffer on all ranks, from the stage that holds it. Collective."""
         x = self._original_model.tensor(name)
         return self.everywhere(name, x, None if name in self._original_model.elsewhere else x.detach())
@@ -407,11 +401,11 @@ class PipelinedModule(StageOutputsModule):
     def _run_stage(
         self,
         pipeline: ProgramPipeline,
-        given: Mapping[str, torch.Tensor],
+        given: Mapping[str, Tensor],
         number: int,
         index: int,
-        received: list[torch.Tensor],
-    ) -> Sequence[torch.Tensor]:
+        received: list[Tensor],
+    ) -> Sequence[Tensor]:
         """Local results of a stage's rank module for a micro-batch."""
         part, stage = pipeline.executable.parts[number], pipeline.stages.each[number]
         micro = pipeline.executable.compiled.micro_batches
@@ -424,10 +418,6 @@ class PipelinedModule(StageOutputsModule):
         return self._results(part, [values[name] for name in part.compiled.source.inputs])
 
     # --- between stages ---
-
-    def _beginning(self, pipeline: ProgramPipeline) -> torch.Tensor | None:
-        """The state of rank 0's generators, on the first stage's ranks."""
-        return self._state_of_first() if pipeline.draws and 0 in pipeline.mine else None
 
     @contextlib.contextmanager
     def same_draws_on_ranks(self) -> Iterator[None]:
@@ -445,7 +435,7 @@ class PipelinedModule(StageOutputsModule):
             if not torch.equal(before, state):
                 torch_state.set_generator_states(own)
 
-    def _state_of_first(self) -> torch.Tensor:
+    def _state_of_first(self) -> Tensor:
         """The generator state of this stage's first rank, on all of its ranks."""
         state = packed_generator_states(self._device)
         if self._comm.world_size > 1:
@@ -493,7 +483,7 @@ class PipelinedModule(StageOutputsModule):
                 self._along.add_up(local_shard(grad), homes, f"the gradient of {fqn}")
 
     def _of_inputs(
-        self, pipeline: ProgramPipeline, inputs: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+        self, pipeline: ProgramPipeline, inputs: Mapping[str, Tensor], given: Mapping[str, Tensor]
     ) -> ParameterLeaves:
         """(input, leaf with the summed gradient) of inputs that want a gradient."""
         found = []

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -36,7 +37,7 @@ _HASH_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def checksum(x: torch.Tensor, most: int | None = None) -> torch.Tensor:
+def checksum(x: Tensor, most: int | None = None) -> Tensor:
     """A multilinear hash: an int64 scalar on the device of ``x``.
 
     Zero for tensors without strided data (meta, sparse, nested, empty). ``most``: number of sampled
@@ -53,7 +54,7 @@ def checksum(x: torch.Tensor, most: int | None = None) -> torch.Tensor:
     return sums.reshape(())
 
 
-def _int64_words(x: torch.Tensor) -> torch.Tensor:
+def _int64_words(x: Tensor) -> Tensor:
     """``x`` as int64 words if its bytes allow it, else one word per element."""
     x = x.detach().resolve_conj().resolve_neg()
     x = (torch.view_as_real(x) if x.is_complex() else x).contiguous().reshape(-1)
@@ -63,7 +64,7 @@ def _int64_words(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int64)
 
 
-def _row_hashes(words: torch.Tensor) -> torch.Tensor:
+def _row_hashes(words: Tensor) -> Tensor:
     """One hash per row of words."""
     words = words * _HASH_MULTIPLIER
     words = words ^ ((words >> 32) & 0xFFFFFFFF)  # else changes of high bits (signs) would cancel
@@ -75,7 +76,7 @@ def _row_hashes(words: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _hash_weights(device: torch.device) -> torch.Tensor:
+def _hash_weights(device: torch.device) -> Tensor:
     """Random odd weights, equal on every rank."""
     generator = torch.Generator("cpu").manual_seed(0x5EED)
     limits = torch.iinfo(torch.int64)
@@ -83,12 +84,12 @@ def _hash_weights(device: torch.device) -> torch.Tensor:
     return (numbers | 1).to(device)
 
 
-def local_input(part: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
+def local_input(part: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
     """A local input as a DTensor; all ranks have shards of one size."""
     return dtensor_from_shard(part, mesh, layout, global_input_shape(part.shape, layout))
 
 
-def shard_or_full(x: DTensor, mesh: DeviceMesh) -> torch.Tensor:
+def shard_or_full(x: DTensor, mesh: DeviceMesh) -> Tensor:
     """A DTensor input with sharded and replicated placements only; plain if replicated.
 
     Other placements are gathered. Raises :class:`CaptureError` for a DTensor on another mesh.
@@ -129,7 +130,7 @@ def stated_layout(x: Any, mesh: Mesh) -> Layout | None:
     return Layout.from_torch(mesh, x.placements) if isinstance(x, DTensor) else None
 
 
-def input_shard(x: torch.Tensor, layout: Layout, mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
+def input_shard(x: Tensor, layout: Layout, mesh: DeviceMesh, device: torch.device) -> Tensor:
     """This rank's shard of an input on ``device``, in the ``layout`` of the program."""
     if not isinstance(x, DTensor):
         return x.to(device)
@@ -144,7 +145,7 @@ def input_shard(x: torch.Tensor, layout: Layout, mesh: DeviceMesh, device: torch
     return x.to_local()
 
 
-def gather_inputs(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def gather_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Gather sharded inputs but those of one stage; gradients return to the shards. Collective."""
     found = dict(inputs)
     for name, x in inputs.items():
@@ -162,7 +163,7 @@ def input_checksums(leaves: Sequence[Any], most: int | None) -> tuple[int, int]:
     """
     numbers = [0, 0]
     for x in leaves:
-        if isinstance(x, torch.Tensor) and not isinstance(x, StageResidentOutput):
+        if isinstance(x, Tensor) and not isinstance(x, StageResidentOutput):
             parts, local = isinstance(x, DTensor), x.to_local() if isinstance(x, DTensor) else x
             numbers[parts] = zlib.crc32(int(checksum(local, most)).to_bytes(8, "little", signed=True), numbers[parts])
     return numbers[0], numbers[1]

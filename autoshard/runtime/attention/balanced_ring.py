@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoshard.runtime.attention import tile
 from autoshard.runtime.attention.ring_geometry import HelperShare, TileGroup, helper_shares, longest_exchanged
@@ -92,16 +93,16 @@ class _BalancedRing:
         none = () if sent else (first.new_empty(0),), () if coming else ((0,),)
         return Hop(self.job.move, (me + shift) % n, (me - shift) % n, (*sent, *none[0]), (*coming, *none[1]), size)
 
-    def rows(self, x: torch.Tensor, share: HelperShare) -> torch.Tensor:
+    def rows(self, x: Tensor, share: HelperShare) -> Tensor:
         """Rows of ``share`` in a tensor that holds this rank's rows."""
         return x.narrow(-2, share.rows[0] - self.start, share.rows[1])
 
 
 def balanced_forward(
-    job: RingTask, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any, mask: Any, dropout_mask: Any
+    job: RingTask, query: Tensor, key: Tensor, value: Tensor, sinks: Any, mask: Any, dropout_mask: Any
 ) -> RankCoroutine:
     """→ result, and what the backward needs."""
-    level, result = job.level(mask), list[torch.Tensor]()
+    level, result = job.level(mask), list[Tensor]()
     of_rows = (*query.shape[:-1], _elements_per_log_sum(query)), (*query.shape[:-1], value.shape[-1])
     way = _BalancedRing(job, (query,), (key, value), of_rows, ())
 
@@ -115,7 +116,7 @@ def balanced_forward(
     def own() -> None:
         result.extend(computed(_own_tile(job), query, key, value, aligned=True))
 
-    def merged(share: HelperShare, out: torch.Tensor, sums: torch.Tensor) -> None:
+    def merged(share: HelperShare, out: Tensor, sums: Tensor) -> None:
         rows, its_sums = way.rows(result[0], share), way.rows(result[1].unsqueeze(-1), share).squeeze(-1)
         _, more = tile.merge_by_log_sum_exp(rows, its_sums, out, sums)
         its_sums.copy_(more)
@@ -140,14 +141,14 @@ def balanced_forward(
     return out, query, key, value, sinks, mask, dropout_mask, out, sums
 
 
-def balanced_backward(job: RingTask, gradient: torch.Tensor, saved: Sequence[Any]) -> RankCoroutine:
+def balanced_backward(job: RingTask, gradient: Tensor, saved: Sequence[Any]) -> RankCoroutine:
     """→ gradients of queries, keys, values and sinks."""
     query, key, value, sinks, mask, _, out, sums = saved
     level, of_query, of_keys = job.level(mask), GradientSum(query), (GradientSum(key), GradientSum(value))
     of_rows = _log_sums_as_bits(sums, query.dtype), query, gradient, out
     way = _BalancedRing(job, of_rows, (key, value), _tensor_shapes((query,)), _tensor_shapes((key, value)))
 
-    def computed(share: HelperShare, k: Any, v: Any, bits: Any, *rows: torch.Tensor, aligned: bool = False) -> Tensors:
+    def computed(share: HelperShare, k: Any, v: Any, bits: Any, *rows: Tensor, aligned: bool = False) -> Tensors:
         if not share.rows[1]:
             return rows[0], torch.zeros_like(k), torch.zeros_like(v)
         masking, (q, g, o) = masking_of(job, *_tile_of_share(share, aligned), query, (mask, level), None), rows
@@ -198,16 +199,16 @@ def _shapes_with_length(shapes: TensorShapes, length: int) -> TensorShapes:
     return tuple((*lead, length, last) for *lead, _, last in shapes)
 
 
-def _elements_per_log_sum(x: torch.Tensor) -> int:
+def _elements_per_log_sum(x: Tensor) -> int:
     """How many elements of ``x`` take the bytes of one log-sum-exp."""
     return torch.promote_types(x.dtype, torch.float32).itemsize // x.dtype.itemsize
 
 
-def _log_sums_as_bits(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _log_sums_as_bits(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """Log-sum-exps [..., s] as bits of ``dtype`` [..., s, 1 or 2], to be sent without rounding."""
     return sums.contiguous().unsqueeze(-1).view(dtype)
 
 
-def _log_sums_from_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _log_sums_from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of :func:`_log_sums_as_bits`."""
     return bits.contiguous().view(dtype).squeeze(-1)

@@ -14,6 +14,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoshard.runtime.attention import tile
 from autoshard.runtime.attention.ring_geometry import RingStep
@@ -55,7 +56,7 @@ def head_chunk_boxes(batch: int, counts: Sequence[int], batches: int, pieces: in
 class _ChunkedOperands:
     """One rank's operands by chunk."""
 
-    def __init__(self, job: RingTask, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def __init__(self, job: RingTask, query: Tensor, key: Tensor, value: Tensor) -> None:
         self.move, self.keys, self.ranks = job.move, (key, value), len(job.rows) if job.spec.carried else 1
         self.totals = [x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value)]
         self.batch = query.shape[-4] if query.dim() > 3 else 1
@@ -63,7 +64,7 @@ class _ChunkedOperands:
         self.boxes = head_chunk_boxes(self.batch, self.totals, batches, pieces)
         ((_, self.length),) = job.columns[0]
 
-    def part(self, number: int, x: torch.Tensor, dim: int = -3, of: int = QUERIES) -> torch.Tensor:
+    def part(self, number: int, x: Tensor, dim: int = -3, of: int = QUERIES) -> Tensor:
         """Chunk ``number`` of a tensor: heads are ``dim``, the batch is before it."""
         sequences, heads = self.boxes[number]
         return _narrowed_if_full(_narrowed_if_full(x, dim, self.totals[of], heads[of]), dim - 1, self.batch, sequences)
@@ -72,27 +73,27 @@ class _ChunkedOperands:
         """Begin the all-gather of a chunk's keys and values, packed into one tensor by position."""
         return (yield from self._moved("S", "R", _packed_by_position(self._own(number))))
 
-    def summed(self, found: list[torch.Tensor]) -> Generator[Sending, Arrival, Arrival]:
+    def summed(self, found: list[Tensor]) -> Generator[Sending, Arrival, Arrival]:
         """Begin the reduce-scatter of gradients of full keys and values, and free ``found``."""
         x = self._in_order(_packed_by_position(found), back=False)
         found.clear()
         return (yield from self._moved("P", "S", x))
 
-    def come(self, number: int, x: torch.Tensor) -> Tensors:
+    def come(self, number: int, x: Tensor) -> Tensors:
         """The keys and values of a chunk that arrived, in sequence order."""
         return self.unpacked(number, self._in_order(x, back=True))
 
-    def unpacked(self, number: int, x: torch.Tensor) -> Tensors:
+    def unpacked(self, number: int, x: Tensor) -> Tensors:
         """Keys [..., t, e] and values [..., t, d] of a packed tensor."""
         shapes = [(*own.shape[:-2], own.shape[-1]) for own in self._own(number)]
         columns = x.split([math.prod(shape) for shape in shapes], 1)
         return tuple(c.unflatten(1, shape).movedim(0, -2) for c, shape in zip(columns, shapes, strict=True))
 
-    def _moved(self, source: str, target: str, x: torch.Tensor) -> Generator[Sending, Arrival, Arrival]:
+    def _moved(self, source: str, target: str, x: Tensor) -> Generator[Sending, Arrival, Arrival]:
         move = self.move._replace(source=source, target=target, dim=0, size=self.length, order=())
         return (yield Collective(move, x))
 
-    def _in_order(self, x: torch.Tensor, back: bool) -> torch.Tensor:
+    def _in_order(self, x: Tensor, back: bool) -> Tensor:
         """Positions in the order of the ranks' shards; ``back``: in sequence order, for tiles."""
         return zigzag_reordered(x, 0, self.ranks, back) if self.ranks > 1 else x
 
@@ -105,9 +106,9 @@ class _AllHeads:
 
     def __init__(self, pieces: _ChunkedOperands, of: int = QUERIES, dim: int = -3) -> None:
         self.pieces, self.of, self.dim = pieces, of, dim
-        self.made: list[torch.Tensor] = []
+        self.made: list[Tensor] = []
 
-    def put(self, number: int, x: torch.Tensor) -> None:
+    def put(self, number: int, x: Tensor) -> None:
         """Put chunk ``number``; chunk 0 comes first."""
         if len(self.pieces.boxes) > 1 and not self.made:
             shape = list(x.shape)
@@ -122,13 +123,13 @@ class _AllHeads:
             self.made = [x]
 
     @property
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> Tensor:
         """The tensor with all chunks put so far."""
         return self.made[0]
 
 
 def chunked_forward(
-    job: RingTask, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any, mask: Any, dropout_mask: Any
+    job: RingTask, query: Tensor, key: Tensor, value: Tensor, sinks: Any, mask: Any, dropout_mask: Any
 ) -> RankCoroutine:
     """→ result, and what the backward needs."""
     folding: Arrival = tuple
@@ -153,7 +154,7 @@ def chunked_forward(
     return plain, query, key, value, sinks, mask, dropout_mask, out, logs.tensor
 
 
-def chunked_backward(job: RingTask, gradient: torch.Tensor, saved: Sequence[Any]) -> RankCoroutine:
+def chunked_backward(job: RingTask, gradient: Tensor, saved: Sequence[Any]) -> RankCoroutine:
     """→ gradients of queries, keys, values and sinks."""
     query, key, value, sinks, mask, dropout_mask, out, sums = saved
     folding: Arrival = tuple
@@ -189,7 +190,7 @@ def chunked_backward(job: RingTask, gradient: torch.Tensor, saved: Sequence[Any]
 
 
 def _chunk_results(
-    job: RingTask, here: Tensors, sinks: Any, query: torch.Tensor, mask: Any, level: Any, dropout_mask: Any
+    job: RingTask, here: Tensors, sinks: Any, query: Tensor, mask: Any, level: Any, dropout_mask: Any
 ) -> Tensors:
     """Result and log-sum-exps of this rank's rows for one chunk; ``here``: its keys and values."""
     rows = MergedRows(job, query, here[1])
@@ -201,7 +202,7 @@ def _chunk_results(
 
 
 def _chunk_gradients(
-    job: RingTask, here: Tensors, results: Tensors, query: torch.Tensor, mask: Any, level: Any, dropout_mask: Any
+    job: RingTask, here: Tensors, results: Tensors, query: Tensor, mask: Any, level: Any, dropout_mask: Any
 ) -> Tensors:
     """Of one chunk: gradients of this rank's queries, and its summands for all keys and values."""
     in_order, mine = job._replace(folded=False), GradientSum(query)
@@ -210,7 +211,7 @@ def _chunk_gradients(
     return mine.whole().to(query.dtype), *theirs
 
 
-def _narrowed_if_full(x: torch.Tensor, dim: int, total: int, part: Interval) -> torch.Tensor:
+def _narrowed_if_full(x: Tensor, dim: int, total: int, part: Interval) -> Tensor:
     """A slice of ``dim`` if it has its full length ``total``; a broadcast dim stays."""
     return x if x.dim() < -dim or x.shape[dim] != total else x.narrow(dim, *part)
 
@@ -227,7 +228,7 @@ def _put_key_gradients(
         whole.put(number, x.to(dtype))
 
 
-def _packed_by_position(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+def _packed_by_position(xs: Sequence[Tensor]) -> Tensor:
     """[..., t, e] and [..., t, d] → [t, all other dims of both]: positions are contiguous."""
     rows = [x.movedim(-2, 0) for x in xs]
     widths = [math.prod(x.shape[1:]) for x in rows]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from autoshard.aten import aten
 from autoshard.errors import RuntimeMismatchError
@@ -25,7 +26,7 @@ from autoshard.runtime.transport.communicator import Axes, current
 from autoshard.runtime.transport.window import Interval
 
 
-def kv_heads(x: torch.Tensor, heads: int, axes: Axes, groups: int, group_axes: Axes = ()) -> torch.Tensor:
+def kv_heads(x: Tensor, heads: int, axes: Axes, groups: int, group_axes: Axes = ()) -> Tensor:
     """The KV head of each local query head: [..., local groups, t, d] → [..., local heads, t, d].
 
     Grouped-query attention: ``heads`` query heads, sharded by ``axes``, share ``groups`` KV heads,
@@ -41,8 +42,8 @@ def kv_heads(x: torch.Tensor, heads: int, axes: Axes, groups: int, group_axes: A
 
 
 def causal_mask(
-    query: torch.Tensor, key: torch.Tensor, queries: int = 0, query_axes: Axes = (), keys: int = 0, key_axes: Axes = ()
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, queries: int = 0, query_axes: Axes = (), keys: int = 0, key_axes: Axes = ()
+) -> Tensor:
     """This rank's shard of the causal mask: query [..., s, e], key [..., t, e] → [s, t] bool.
 
     ``queries`` and ``keys``: global lengths if sharded, by ``query_axes`` and ``key_axes``."""
@@ -52,17 +53,17 @@ def causal_mask(
 
 
 def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     *,
     shape: Sequence[int],
     cuts: Mapping[int, Axes],
     batch: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Unfused attention: for sharded keys, or for dropout that equals one device's.
 
     query [..., s, e], key [..., t, e], value [..., t, d]. ``shape``: global shape of the weights
@@ -83,22 +84,22 @@ def attention(
     return weights @ value
 
 
-def is_document_mask(mask: torch.Tensor) -> bool:
+def is_document_mask(mask: Tensor) -> bool:
     """Whether ``mask`` is a document mask: integers, the document number of every position."""
     return not mask.dtype.is_floating_point and mask.dtype != torch.bool
 
 
 def banded_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     folded: int = 0,
     enable_gqa: bool = False,
     **form: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """``scaled_dot_product_attention``: query i sees keys i - ``before`` to i + ``after``.
 
     query [..., s, e], key [..., t, e], value [..., t, d] → [..., s, d]; None: no limit.
@@ -126,23 +127,23 @@ banded_op = torch.library.custom_op(
 )
 
 
-def alibi_bias(slopes: torch.Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
+def alibi_bias(slopes: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
     """ALiBi bias [..., h, s, t] of slopes [..., h, 1, 1]; rows and columns: (start, length)."""
     row, column = (torch.arange(a, a + n, device=slopes.device) for a, n in (rows, columns))
     return upcast(slopes) * (column - row.unsqueeze(-1))
 
 
 @banded_op.register_fake
-def _fake_banded_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
+def _fake_banded_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
-def soft_capped(scores: torch.Tensor, cap: float | None) -> torch.Tensor:
+def soft_capped(scores: Tensor, cap: float | None) -> Tensor:
     """Soft-capped scores: cap · tanh(scores / cap); None: unchanged."""
     return scores if cap is None else (scores / cap).tanh() * cap
 
 
-def visible_pairs(rows: Interval, columns: Interval, band: Band, device: torch.device) -> torch.Tensor:
+def visible_pairs(rows: Interval, columns: Interval, band: Band, device: torch.device) -> Tensor:
     """Which pairs of a tile the band shows: [rows, columns] bool, or [1 or rows, columns]."""
     row = torch.arange(rows[0], sum(rows), device=device).unsqueeze(-1)
     column = torch.arange(columns[0], sum(columns), device=device)
@@ -151,12 +152,12 @@ def visible_pairs(rows: Interval, columns: Interval, band: Band, device: torch.d
 
 
 def _masked_attention(
-    operands: Sequence[torch.Tensor],
-    mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    operands: Sequence[Tensor],
+    mask: Tensor | None,
+    sinks: Tensor | None,
     spec: AttentionSpec,
     grouped: bool,
-) -> torch.Tensor:
+) -> Tensor:
     (query, key, value), cap = operands, spec.soft_cap
     lengths = query.shape[-2], key.shape[-2]
     shown = visible_pairs((0, lengths[0]), (0, lengths[1]), spec.band, query.device).expand(lengths)
@@ -180,7 +181,7 @@ def _masked_attention(
     return F.dropout(scores.softmax(-1)[..., : key.shape[-2]].to(value.dtype), spec.dropout_p) @ value
 
 
-def _recomputed_banded(*operands: Any, dropout_p: float = 0.0, **form: Any) -> torch.Tensor:
+def _recomputed_banded(*operands: Any, dropout_p: float = 0.0, **form: Any) -> Tensor:
     if dropout_p:
         raise RuntimeMismatchError("autoshard::banded_attention draws dropout when it runs: no backward with dropout")
     return banded_attention(*operands, **form)

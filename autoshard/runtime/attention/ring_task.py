@@ -7,10 +7,11 @@ them. The forward and the backward are per-rank coroutines
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.attention import tile
@@ -71,7 +72,7 @@ class RingTask(NamedTuple):
         """The steps in which keys arrive."""
         return ring_schedule(self.rows, self.columns, self.band)
 
-    def level(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+    def level(self, mask: Tensor | None) -> Tensor | None:
         """:func:`~autoshard.runtime.attention.tile.score_level` the mask; None for ALiBi slopes."""
         return None if self.spec.sloped else tile.score_level(mask)
 
@@ -156,9 +157,9 @@ def masking_of(
     job: RingTask,
     t: TileGroup,
     rows: Interval,
-    query: torch.Tensor,
-    masks: tuple[torch.Tensor | None, torch.Tensor | None],
-    kept: torch.Tensor | None,
+    query: Tensor,
+    masks: tuple[Tensor | None, Tensor | None],
+    kept: Tensor | None,
 ) -> Masking:
     """The masking of tile ``t``; ``rows``: where its rows lie in mask, level and ``kept``."""
     mask, level = masks
@@ -184,7 +185,7 @@ def masking_of(
     return Masking(aligned, bias, noise, own_level, job.spec.soft_cap)
 
 
-def sink_scores(sinks: torch.Tensor | None, level: torch.Tensor | None, query: torch.Tensor) -> Any:
+def sink_scores(sinks: Tensor | None, level: Tensor | None, query: Tensor) -> Any:
     """The sink score of every row [..., h, s]; None without sinks."""
     if sinks is None:
         return None
@@ -192,9 +193,7 @@ def sink_scores(sinks: torch.Tensor | None, level: torch.Tensor | None, query: t
     return rows if level is None else rows - level.squeeze(-1)
 
 
-def sinks_gradient(
-    sinks: torch.Tensor | None, level: torch.Tensor | None, query: torch.Tensor, *results: torch.Tensor
-) -> Any:
+def sinks_gradient(sinks: Tensor | None, level: Tensor | None, query: Tensor, *results: Tensor) -> Any:
     """Gradient of ``sinks`` [h]; ``results``: gradient of the result, result, log-sum-exp."""
     if sinks is None:
         return None
@@ -207,11 +206,11 @@ def sinks_gradient(
 class GradientSum:
     """Gradients of slices of ``like``, accumulated in float32 or wider."""
 
-    def __init__(self, like: torch.Tensor) -> None:
+    def __init__(self, like: Tensor) -> None:
         self.like = like
-        self.total: torch.Tensor | None = None
+        self.total: Tensor | None = None
 
-    def add(self, at: Interval, more: torch.Tensor) -> None:
+    def add(self, at: Interval, more: Tensor) -> None:
         """Add ``more`` at positions ``at``, and take over its memory."""
         if self.total is None and at == (0, self.like.shape[-2]):
             self.total = upcast(more)
@@ -219,11 +218,11 @@ class GradientSum:
             self.total = self.whole()
             self.total.narrow(-2, *at).add_(more)
 
-    def whole(self) -> torch.Tensor:
+    def whole(self) -> Tensor:
         return torch.zeros_like(upcast(self.like)) if self.total is None else self.total
 
 
-def empty_sequence(like: torch.Tensor, length: int) -> torch.Tensor:
+def empty_sequence(like: Tensor, length: int) -> Tensor:
     """An empty sequence of ``length`` in the layout [..., t, h, d], as models go on with it."""
     *lead, _, width = like.shape
     if not lead:
@@ -231,7 +230,7 @@ def empty_sequence(like: torch.Tensor, length: int) -> torch.Tensor:
     return like.new_empty(*lead[:-1], length, lead[-1], width).transpose(-2, -3)
 
 
-def narrowed_keys(x: torch.Tensor, here: Chunks, there: Chunks) -> torch.Tensor:
+def narrowed_keys(x: Tensor, here: Chunks, there: Chunks) -> Tensor:
     """The interval ``there`` of a tensor that holds ``here``, or all of it."""
     return x if here == there else x.narrow(-2, *position_of(here, there[0]))
 
@@ -248,7 +247,7 @@ def position_of(intervals: Chunks, interval: Interval, *more: Interval) -> Inter
     raise RuntimeMismatchError(f"positions {interval} are not among {intervals}")
 
 
-def _split_for_swap(x: torch.Tensor, held: Chunks, at: int, folded: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_for_swap(x: Tensor, held: Chunks, at: int, folded: bool) -> tuple[Tensor, Tensor]:
     """(half that stays, half that the mirrored rank has in the other order).
 
     ``held``: the intervals in zigzag order, where number ``at`` came from the mirrored rank;
@@ -260,7 +259,7 @@ def _split_for_swap(x: torch.Tensor, held: Chunks, at: int, folded: bool) -> tup
 
 
 def ring_forward(
-    job: RingTask, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any, mask: Any, dropout_mask: Any
+    job: RingTask, query: Tensor, key: Tensor, value: Tensor, sinks: Any, mask: Any, dropout_mask: Any
 ) -> RankCoroutine:
     """→ result, and what the backward needs, in ring (zigzag) order."""
     folding: Arrival = tuple  # nothing to wait for
@@ -269,7 +268,7 @@ def ring_forward(
         if len(job.swapped) > 1:
             query, key, value = folding()
     result, own, level = MergedRows(job, query, value), (key, value), job.level(mask)
-    for stop, following in _with_next_step(job.stops):
+    for stop, following in zip(job.stops, (*job.stops[1:], None), strict=True):
         arrival = None
         if following is not None:
             arrival = yield job.onward(own if following.from_owner else (key, value), stop, following)
@@ -288,7 +287,7 @@ def ring_forward(
     return plain, query, *own, sinks, mask, dropout_mask, out, sums
 
 
-def ring_backward(job: RingTask, gradient: torch.Tensor, saved: Sequence[Any]) -> RankCoroutine:
+def ring_backward(job: RingTask, gradient: Tensor, saved: Sequence[Any]) -> RankCoroutine:
     """→ gradients of queries, keys, values and sinks."""
     query, key, value, sinks, mask, dropout_mask, out, sums = saved
     folding: Arrival = tuple  # nothing to wait for
@@ -298,7 +297,7 @@ def ring_backward(job: RingTask, gradient: torch.Tensor, saved: Sequence[Any]) -
     owns: Tensors = ()
     behind: Arrival | None = None
     before = RingStep()
-    for stop, following in _with_next_step(job.stops):
+    for stop, following in zip(job.stops, (*job.stops[1:], None), strict=True):
         arrival = None
         if following is not None:
             arrival = yield job.onward(own if following.from_owner else (key, value), stop, following)
@@ -322,7 +321,7 @@ def ring_backward(job: RingTask, gradient: torch.Tensor, saved: Sequence[Any]) -
         (of_rows,), unfolding = yield from job.swap((of_rows,), job.swapped, True)
     if behind is not None:
         _add_returned_gradients(job, owns, behind, before)
-    of_keys: Sequence[torch.Tensor] = [x.to(query.dtype) for x in owns]
+    of_keys: Sequence[Tensor] = [x.to(query.dtype) for x in owns]
     of_sinks = sinks_gradient(sinks, level, query, gradient, out, sums)
     if len(job.swapped) > 1:
         (of_rows, *of_keys), unfolding = yield from job.swap((of_rows, *of_keys), job.swapped, True)
@@ -340,12 +339,7 @@ def _add_returned_gradients(job: RingTask, owns: Tensors, behind: Arrival, stop:
         narrowed_keys(x, job.columns[job.me], job.columns_at(stop, job.me)).add_(y)
 
 
-def _with_next_step(stops: Sequence[RingStep]) -> Iterator[tuple[RingStep, RingStep | None]]:
-    """Every stop with the next one."""
-    return zip(stops, (*stops[1:], None), strict=True)
-
-
-def _concatenated_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _concatenated_rows(parts: Sequence[Tensor]) -> Tensor:
     """Slices of a sequence, concatenated in the layout of :func:`empty_sequence`."""
     if len(parts) == 1:
         return parts[0]
@@ -385,11 +379,11 @@ def step_gradients(
 def masked_tiles(
     job: RingTask,
     stop: RingStep,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    masks: tuple[torch.Tensor | None, torch.Tensor | None],
-    dropout_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masks: tuple[Tensor | None, Tensor | None],
+    dropout_mask: Tensor | None,
 ) -> Generator[tuple[TileGroup, Tensors, Masking]]:
     """The tiles of this rank at ``stop``. Masks and ``dropout_mask`` cover its rows and all columns."""
     own, held = job.rows[job.me], job.columns_at(stop)
@@ -404,12 +398,12 @@ def masked_tiles(
 class MergedRows:
     """Partial attention results of this rank's rows, merged by log-sum-exp."""
 
-    def __init__(self, job: RingTask, query: torch.Tensor, value: torch.Tensor) -> None:
+    def __init__(self, job: RingTask, query: Tensor, value: Tensor) -> None:
         self.rows, self.like, self.width = job.rows[job.me], query, value.shape[-1]
-        self.parts: dict[Interval, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.parts: dict[Interval, tuple[Tensor, Tensor]] = {}
         self.blocks = [b for r in self.rows for b in (window_blocks(r) if job.some else [r])]
 
-    def add(self, several: Chunks, out: torch.Tensor, sums: torch.Tensor) -> None:
+    def add(self, several: Chunks, out: Tensor, sums: Tensor) -> None:
         """Merge results over more keys."""
         lengths = [n for _, n in several]
         for rows, *part in zip(several, out.split(lengths, -2), sums.split(lengths, -1), strict=True):
@@ -417,7 +411,7 @@ class MergedRows:
                 tile.merge_by_log_sum_exp(*self.parts[rows], *part) if rows in self.parts else (part[0], part[1])
             )
 
-    def whole(self, dtype: torch.dtype, sinks: torch.Tensor | None) -> Tensors:
+    def whole(self, dtype: torch.dtype, sinks: Tensor | None) -> Tensors:
         """All rows, with log-sum-exps; ``sinks``: score of one more key per row, of value zero."""
         found = [self.parts[r] if r in self.parts else self.none(r[1]) for r in self.blocks if r[1]] or [self.none(0)]
         out, sums = _concatenated_rows([out for out, _ in found]), torch.cat([sums for _, sums in found], -1)
@@ -425,7 +419,7 @@ class MergedRows:
             out, sums = tile.merge_by_log_sum_exp(out, sums, torch.zeros_like(out), sinks)
         return out.to(dtype), sums
 
-    def none(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def none(self, rows: int) -> tuple[Tensor, Tensor]:
         """Result and log-sum-exp of rows that see no key."""
         lead = self.like.shape[:-2]
         like = upcast(self.like)

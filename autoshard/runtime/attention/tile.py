@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from autoshard.aten import aten
 from autoshard.runtime.attention.masked_attention import soft_capped
@@ -24,17 +25,17 @@ class Masking(NamedTuple):
 
     causal: bool = False
     """row i sees columns 0…i"""
-    bias: torch.Tensor | None = None
+    bias: Tensor | None = None
     """bool (False: hidden) or added to the scores; no gradient"""
-    dropout_scale: torch.Tensor | None = None
+    dropout_scale: Tensor | None = None
     """factor of the weights: 0 where dropped, else 1 / (1 - p)"""
-    level: torch.Tensor | None = None
+    level: Tensor | None = None
     """[..., s, 1], subtracted from the scores: see :func:`score_level`"""
     soft_cap: float | None = None
     """see :func:`~autoshard.runtime.attention.masked_attention.banded_op`"""
 
 
-def score_level(mask: torch.Tensor | None) -> torch.Tensor | None:
+def score_level(mask: Tensor | None) -> Tensor | None:
     """Maximum [..., s, 1] of an additive mask [..., s, t] where it is below -:data:`LEVEL_THRESHOLD`, else 0.
 
     A row that sees nothing (padding under a numeric mask) has scores near -1e30 only, and their
@@ -48,9 +49,7 @@ def score_level(mask: torch.Tensor | None) -> torch.Tensor | None:
     return top.masked_fill(~deep, 0.0)
 
 
-def tile_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def tile_forward(query: Tensor, key: Tensor, value: Tensor, masking: Masking, scale: float) -> tuple[Tensor, Tensor]:
     """query [..., s, e], key [..., t, e], value [..., t, d] → [..., s, d], log-sum-exp [..., s].
 
     Both in float32 or wider; -inf if no key is seen. Key and value may have fewer heads (GQA)."""
@@ -67,15 +66,15 @@ def tile_forward(
 
 
 def tile_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    sums: torch.Tensor,
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
     masking: Masking,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The tile's summand of the gradients of query, key, value; ``out``, ``sums``: of all keys."""
     sums = sums.masked_fill(sums == -torch.inf, 0.0)
     if _is_fused(query, key, value, masking):
@@ -91,9 +90,7 @@ def tile_backward(
     return found[0], _sum_over_query_groups(found[1], shapes[0]), _sum_over_query_groups(found[2], shapes[1])
 
 
-def merge_by_log_sum_exp(
-    out: torch.Tensor, sums: torch.Tensor, more: torch.Tensor, more_sums: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_by_log_sum_exp(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> tuple[Tensor, Tensor]:
     """Merge results over disjoint keys by their log-sum-exps; ``out`` is overwritten."""
     share = (more_sums - sums).sigmoid().nan_to_num(0.0)  # NaN: the row sees no key of either
     return out.lerp_(more, share.unsqueeze(-1)), torch.logaddexp(sums, more_sums)
@@ -102,7 +99,7 @@ def merge_by_log_sum_exp(
 # --- kernels ---
 
 
-def _is_fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking) -> bool:
+def _is_fused(query: Tensor, key: Tensor, value: Tensor, masking: Masking) -> bool:
     """Whether a fused kernel computes the tile, without its matrix of weights."""
     if (
         masking.dropout_scale is not None
@@ -128,28 +125,26 @@ def _is_fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, maski
 
 
 def _kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, bias: torch.Tensor | None, scale: float
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Any, ...]:
     """The result, its log-sum-exp, and what else the kernel's backward takes."""
     if query.device.type != "cuda":
         flash = aten._scaled_dot_product_flash_attention_for_cpu
-        found: tuple[Any, ...] = flash(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
-        return found
-    on_device: tuple[Any, ...] = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
-    return on_device
+        return flash(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
+    return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
 
 
 def _kernel_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    sums: torch.Tensor,
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
     causal: bool,
-    bias: torch.Tensor | None,
+    bias: Tensor | None,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     if query.device.type != "cuda":
         flash = aten._scaled_dot_product_flash_attention_for_cpu_backward
         a, b, c = flash(gradient, query, key, value, out, sums, 0.0, causal, attn_mask=bias, scale=scale)
@@ -164,7 +159,7 @@ def _kernel_backward(
 # --- unfused, in blocks of rows ---
 
 
-def _unfused_row_blocks(query: torch.Tensor) -> list[tuple[int, int]]:
+def _unfused_row_blocks(query: Tensor) -> list[tuple[int, int]]:
     """(start, length) of blocks of rows; on meta tensors the first, whose memory is that of all."""
     rows = query.shape[-2]
     found = [(start, min(UNFUSED_BLOCK_ROWS, rows - start)) for start in range(0, rows, UNFUSED_BLOCK_ROWS)]
@@ -172,8 +167,8 @@ def _unfused_row_blocks(query: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _tile_scores(
-    query: torch.Tensor, key: torch.Tensor, masking: Masking, scale: float, start: int, length: int
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    query: Tensor, key: Tensor, masking: Masking, scale: float, start: int, length: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Scores [..., length, t] of some rows, their dropout factor, derivative of the soft cap."""
     scores, slope = upcast(query.narrow(-2, start, length) @ key.transpose(-2, -1)) * scale, None
     if masking.soft_cap is not None:
@@ -190,14 +185,14 @@ def _tile_scores(
     return scores, None if masking.dropout_scale is None else masking.dropout_scale.narrow(-2, start, length), slope
 
 
-def narrowed_rows(x: torch.Tensor, start: int, length: int) -> torch.Tensor:
+def narrowed_rows(x: Tensor, start: int, length: int) -> Tensor:
     """Some rows of ``x``, or ``x`` where all rows share it."""
     return x if x.dim() < 2 or x.shape[-2] == 1 else x.narrow(-2, start, length)
 
 
 def _forward_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking, scale: float, start: int, length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, masking: Masking, scale: float, start: int, length: int
+) -> tuple[Tensor, Tensor]:
     scores, dropout_scale, _ = _tile_scores(query, key, masking, scale, start, length)
     sums = scores.logsumexp(-1)
     weights = (scores - sums.masked_fill(sums == -torch.inf, 0.0).unsqueeze(-1)).exp()
@@ -206,17 +201,17 @@ def _forward_rows(
 
 
 def _backward_rows(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    gradient: torch.Tensor,
-    sums: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    gradient: Tensor,
+    sums: Tensor,
     masking: Masking,
     scale: float,
     start: int,
     length: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     scores, dropout_scale, slope = _tile_scores(query, key, masking, scale, start, length)
     q, g, o = (upcast(x.narrow(-2, start, length)) for x in (query, gradient, out))
     weights = (scores - sums.narrow(-1, start, length).unsqueeze(-1)).exp()
@@ -227,7 +222,7 @@ def _backward_rows(
     return moved @ upcast(key), moved.transpose(-2, -1) @ q, dropped.transpose(-2, -1) @ g
 
 
-def _additive_bias(bias: torch.Tensor | None, like: torch.Tensor) -> Any:
+def _additive_bias(bias: Tensor | None, like: Tensor) -> Any:
     """A mask as an additive bias."""
     if bias is None:
         return None
@@ -237,16 +232,15 @@ def _additive_bias(bias: torch.Tensor | None, like: torch.Tensor) -> Any:
     return bias if narrow else bias.to(like.dtype)
 
 
-def _repeated_kv_heads(query: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _repeated_kv_heads(query: Tensor, x: Tensor) -> Tensor:
     """Keys or values repeated to one head per query head."""
     if query.dim() < 3 or x.dim() < 3 or x.shape[-3] in (1, query.shape[-3]):
         return x
     return x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)
 
 
-def _sum_over_query_groups(gradient: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def _sum_over_query_groups(gradient: Tensor, shape: torch.Size) -> Tensor:
     """The gradient of :func:`_repeated_kv_heads`."""
     if gradient.shape == shape:
         return gradient
-    summed: torch.Tensor = gradient.unflatten(-3, (shape[-3], -1)).sum(-3)
-    return summed
+    return gradient.unflatten(-3, (shape[-3], -1)).sum(-3)

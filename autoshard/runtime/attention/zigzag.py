@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoshard.runtime.attention.ring_geometry import rank_spans, received_half
 from autoshard.runtime.transport.autograd import register_backward
@@ -22,26 +23,26 @@ from autoshard.runtime.transport.rank_coroutines import Hop, RankCoroutine
 
 
 @torch.library.custom_op("autoshard::folded", mutates_args=())
-def to_zigzag_op(x: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
+def to_zigzag_op(x: Tensor, dim: int, ranks: int) -> Tensor:
     """``x`` with ``dim`` (divisible by ``ranks``) brought from sequence order into zigzag order."""
     return zigzag_reordered(x, dim, ranks, back=False)
 
 
 @torch.library.custom_op("autoshard::unfolded", mutates_args=())
-def from_zigzag_op(x: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
+def from_zigzag_op(x: Tensor, dim: int, ranks: int) -> Tensor:
     """The inverse of :func:`to_zigzag_op`: zigzag order to sequence order."""
     return zigzag_reordered(x, dim, ranks, back=True)
 
 
-def _fake_zigzag(x: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
+def _fake_zigzag(x: Tensor, dim: int, ranks: int) -> Tensor:
     return x.new_empty(x.shape)
 
 
 def _register_inverse(op: Any, inverse: Any) -> None:
-    def save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.form = inputs[1:]
 
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return inverse(gradient, *ctx.form), None, None
 
     op.register_fake(_fake_zigzag)
@@ -52,24 +53,24 @@ _register_inverse(to_zigzag_op, from_zigzag_op)
 _register_inverse(from_zigzag_op, to_zigzag_op)
 
 
-def to_zigzag(x: torch.Tensor, dim: int, ranks: int, axes: Axes = ()) -> torch.Tensor:
+def to_zigzag(x: Tensor, dim: int, ranks: int, axes: Axes = ()) -> Tensor:
     """``x`` brought into zigzag order along ``dim``: unsharded, or sharded by ``axes``."""
     return _zigzag_moved(x, dim, ranks, axes, back=False)
 
 
-def from_zigzag(x: torch.Tensor, dim: int, ranks: int, axes: Axes = ()) -> torch.Tensor:
+def from_zigzag(x: Tensor, dim: int, ranks: int, axes: Axes = ()) -> Tensor:
     """``x`` brought from zigzag order along ``dim`` into sequence order; else as :func:`to_zigzag`."""
     return _zigzag_moved(x, dim, ranks, axes, back=True)
 
 
-def _zigzag_moved(x: torch.Tensor, dim: int, ranks: int, axes: Axes, back: bool) -> torch.Tensor:
+def _zigzag_moved(x: Tensor, dim: int, ranks: int, axes: Axes, back: bool) -> Tensor:
     comm = current()
     names = comm.active(axes)
     if not names:
         return zigzag_reordered(x, dim, ranks, back)
     move, me = with_module(Move("S", "S", names, order=names), always=True), comm.index(names)
 
-    def ahead(x: torch.Tensor) -> RankCoroutine:
+    def ahead(x: Tensor) -> RankCoroutine:
         return _swap_first_halves(move, me, ranks, x, dim, back)
 
     def behind(gradients: Any, saved: Any, wanted: Any) -> RankCoroutine:
@@ -80,7 +81,7 @@ def _zigzag_moved(x: torch.Tensor, dim: int, ranks: int, axes: Axes, back: bool)
     )[0]
 
 
-def zigzag_reordered(x: torch.Tensor, dim: int, ranks: int, back: bool) -> torch.Tensor:
+def zigzag_reordered(x: Tensor, dim: int, ranks: int, back: bool) -> Tensor:
     """All of local ``x`` into zigzag order (``back``: out of it), half a chunk at a time."""
     order = list(itertools.chain.from_iterable(rank_spans(x.shape[dim], (ranks,), True)))
     there = sorted(order)
@@ -89,7 +90,7 @@ def zigzag_reordered(x: torch.Tensor, dim: int, ranks: int, back: bool) -> torch
     return torch.cat([parts[interval] for interval in wanted], dim)
 
 
-def _swap_first_halves(move: Move, me: int, ranks: int, x: torch.Tensor, dim: int, back: bool) -> RankCoroutine:
+def _swap_first_halves(move: Move, me: int, ranks: int, x: Tensor, dim: int, back: bool) -> RankCoroutine:
     """This rank's chunk after it has swapped first halves with the mirrored rank of the ring."""
     mirror, early = ranks - 1 - me, bool(received_half(me, ranks))
     first = x.shape[dim] - x.shape[dim] // 2

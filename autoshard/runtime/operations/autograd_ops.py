@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoshard.aten import result_list
 from autoshard.runtime.transport.torch_state import autocast_state, without_autocast
@@ -23,7 +24,7 @@ class ForwardOnlyContext:
     """``ctx`` of a Function's forward where nothing is saved for the backward."""
 
     def __init__(self, tensors: Sequence[Any]) -> None:
-        self.needs_input_grad = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+        self.needs_input_grad = tuple(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
     def save_for_backward(self, *tensors: Any) -> None:
         pass
@@ -36,7 +37,7 @@ class ForwardOnlyContext:
 
 
 @torch.library.custom_op("autoshard::function", mutates_args=())
-def function_op(name: str, tensors: Sequence[torch.Tensor], others: str, autocast: str) -> list[torch.Tensor]:
+def function_op(name: str, tensors: Sequence[Tensor], others: str, autocast: str) -> list[Tensor]:
     """``apply`` of the Function ``name`` ("module:class") on unsharded tensors.
 
     ``others``: arguments as a Python literal of pairs: ``(True, None)`` stands for the next of
@@ -46,7 +47,7 @@ def function_op(name: str, tensors: Sequence[torch.Tensor], others: str, autocas
 
 
 @function_op.register_fake
-def _fake_function(name: str, tensors: Sequence[torch.Tensor], others: str, autocast: str) -> list[torch.Tensor]:
+def _fake_function(name: str, tensors: Sequence[Tensor], others: str, autocast: str) -> list[Tensor]:
     args = unpack_arguments(tensors, others)
     kind = find_function(name)
     with _autocast_from_text(autocast), above_autograd():
@@ -59,7 +60,7 @@ def _save_function(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def _function_backward(ctx: Any, grads: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+def _function_backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
     """Recompute the forward: what it saves for its backward stays inside the op."""
     again = torch.is_grad_enabled()  # create_graph
     with torch.enable_grad():
@@ -79,10 +80,10 @@ def _function_backward(ctx: Any, grads: Sequence[torch.Tensor]) -> tuple[Any, ..
 function_op.register_autograd(_function_backward, setup_context=_save_function)
 
 
-def pack_arguments(args: Sequence[Any]) -> tuple[list[torch.Tensor], str]:
+def pack_arguments(args: Sequence[Any]) -> tuple[list[Tensor], str]:
     """``args`` as the op takes them: (tensors, others)."""
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    return tensors, repr([(True, None) if isinstance(a, torch.Tensor) else (False, a) for a in args])
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    return tensors, repr([(True, None) if isinstance(a, Tensor) else (False, a) for a in args])
 
 
 def is_literal(others: str) -> bool:
@@ -94,7 +95,7 @@ def is_literal(others: str) -> bool:
     return True
 
 
-def unpack_arguments(tensors: Sequence[torch.Tensor], others: str) -> list[Any]:
+def unpack_arguments(tensors: Sequence[Tensor], others: str) -> list[Any]:
     """The arguments that :func:`pack_arguments` was given."""
     remaining = iter(tensors)
     return [next(remaining) if is_tensor else value for is_tensor, value in ast.literal_eval(others)]

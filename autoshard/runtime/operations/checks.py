@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from autoshard.aten import aten
 from autoshard.runtime.transport.autograd import register_backward
 from autoshard.torch_private.ops import assert_async
 
 
-def check_range(index: torch.Tensor, size: int | torch.Tensor, *, least: int = 0, ignored: int | None = None) -> None:
+def check_range(index: Tensor, size: int | Tensor, *, least: int = 0, ignored: int | None = None) -> None:
     """Raise unless ``least`` ≤ ``index`` < ``size`` (broadcast), or the index is ``ignored``.
 
     On CPUs a ``RuntimeError``; on other devices torch's asynchronous assertion (no host sync)."""
     inside = (index >= least) & (index < size)
     if ignored is not None:
         inside = inside | (index == ignored)
-    assert_async(
-        inside.all(), "index out of range" if isinstance(size, torch.Tensor) else f"index out of range of {size}"
-    )
+    assert_async(inside.all(), "index out of range" if isinstance(size, Tensor) else f"index out of range of {size}")
 
 
 OTHER_VALUES = "the program was compiled for inputs with other integers"
@@ -29,7 +28,7 @@ OTHER_BUFFERS = "a buffer of the model that controls the forward has changed"
 
 
 @torch.library.custom_op("autoshard::exactly", mutates_args=())
-def exactly(x: torch.Tensor, shape: Sequence[int], where: str) -> torch.Tensor:
+def exactly(x: Tensor, shape: Sequence[int], where: str) -> Tensor:
     """``x`` if it has ``shape``. Raises RuntimeError otherwise; ``where``: named in the message."""
     if list(x.shape) != list(shape):
         raise RuntimeError(f"{where}: {OTHER_VALUES}: a result has shape {list(x.shape)}, not {list(shape)}")
@@ -37,7 +36,7 @@ def exactly(x: torch.Tensor, shape: Sequence[int], where: str) -> torch.Tensor:
 
 
 @exactly.register_fake
-def _fake_exactly(x: torch.Tensor, shape: Sequence[int], where: str) -> torch.Tensor:
+def _fake_exactly(x: Tensor, shape: Sequence[int], where: str) -> Tensor:
     return x.new_empty(shape)
 
 

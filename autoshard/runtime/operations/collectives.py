@@ -12,8 +12,8 @@ import functools
 from collections.abc import Callable
 from typing import Literal
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from autoshard.errors import LayoutError
 from autoshard.runtime.transport.communicator import Axes, current
@@ -24,17 +24,17 @@ from autoshard.runtime.transport.profiling import profiled, with_module
 UnshardedPlacement = Literal["I", "R"]
 
 
-def enter(x: torch.Tensor, axes: Axes) -> torch.Tensor:
+def enter(x: Tensor, axes: Axes) -> Tensor:
     """I → R. Forward: identity. Backward: all-reduce (Megatron's f)."""
     return _apply_move(x, "I", "R", axes)
 
 
-def leave(x: torch.Tensor, axes: Axes) -> torch.Tensor:
+def leave(x: Tensor, axes: Axes) -> Tensor:
     """R → I. Forward: identity. Backward: the group's first rank keeps the gradient; others: 0."""
     return _apply_move(x, "R", "I", axes)
 
 
-def all_reduce(x: torch.Tensor, axes: Axes, to: UnshardedPlacement = "I", op: str = "sum") -> torch.Tensor:
+def all_reduce(x: Tensor, axes: Axes, to: UnshardedPlacement = "I", op: str = "sum") -> Tensor:
     """P → I (backward: identity) or R (backward: all-reduce). ``op`` "max", "min": no gradient."""
     if op != "sum":
         x = x.detach()
@@ -46,42 +46,40 @@ def all_reduce(x: torch.Tensor, axes: Axes, to: UnshardedPlacement = "I", op: st
     return comm.apply(Move("P", _checked_unsharded(to), names, op=op), x)
 
 
-def reduce_statistic(x: torch.Tensor, axes: Axes, to: UnshardedPlacement = "I", op: str = "sum") -> torch.Tensor:
+def reduce_statistic(x: Tensor, axes: Axes, to: UnshardedPlacement = "I", op: str = "sum") -> Tensor:
     """:func:`all_reduce` inside an operation; recomputation in the backward reuses its result."""
     comm, of = current(), functools.partial(all_reduce, axes=axes, to=to, op=op)
     return of(x) if comm.sums is None or not comm.active(axes) else comm.sums(x if op == "sum" else x.detach(), of)
 
 
-def reduce_scatter(x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
+def reduce_scatter(x: Tensor, dim: int, axes: Axes) -> Tensor:
     """P → S(dim). Backward: all-gather."""
     return _apply_move(x, "P", "S", axes, dim, x.shape[dim])
 
 
-def all_gather(
-    x: torch.Tensor, dim: int, axes: Axes, to: UnshardedPlacement = "I", size: int | None = None
-) -> torch.Tensor:
+def all_gather(x: Tensor, dim: int, axes: Axes, to: UnshardedPlacement = "I", size: int | None = None) -> Tensor:
     """S(dim) → I (backward: local slice) or R (backward: reduce-scatter).
 
     ``size``: the length of ``dim`` after the gather; default: chunks are even."""
     return _apply_move(x, "S", _checked_unsharded(to), axes, dim, size)
 
 
-def slice(x: torch.Tensor, dim: int, axes: Axes, of: UnshardedPlacement = "I") -> torch.Tensor:  # noqa: A001
+def slice(x: Tensor, dim: int, axes: Axes, of: UnshardedPlacement = "I") -> Tensor:  # noqa: A001
     """I → S(dim) (backward: all-gather) or R → S(dim) (backward: zero-pad)."""
     return _apply_move(x, _checked_unsharded(of), "S", axes, dim, x.shape[dim])
 
 
-def pad(x: torch.Tensor, dim: int, axes: Axes, size: int | None = None) -> torch.Tensor:
+def pad(x: Tensor, dim: int, axes: Axes, size: int | None = None) -> Tensor:
     """S(dim) → P: this rank's chunk among zeros. Backward: local slice. See :func:`all_gather`."""
     return _apply_move(x, "S", "P", axes, dim, size)
 
 
-def partial(x: torch.Tensor, axes: Axes, of: UnshardedPlacement = "I") -> torch.Tensor:
+def partial(x: Tensor, axes: Axes, of: UnshardedPlacement = "I") -> Tensor:
     """I → P or R → P: the group's first rank keeps the value. Backward: identity, or likewise."""
     return _apply_move(x, _checked_unsharded(of), "P", axes)
 
 
-def all_to_all(x: torch.Tensor, src: int, dst: int, axes: Axes, size: int | None = None) -> torch.Tensor:
+def all_to_all(x: Tensor, src: int, dst: int, axes: Axes, size: int | None = None) -> Tensor:
     """S(src) → S(dst). Backward: all-to-all. ``size``: length of dim ``src`` once gathered."""
     comm = current()
     if not (names := comm.active(axes)):
@@ -90,7 +88,7 @@ def all_to_all(x: torch.Tensor, src: int, dst: int, axes: Axes, size: int | None
     return comm.apply(Move("S", "S", names, src, size, dst, x.shape[dst]), x)
 
 
-def permute(x: torch.Tensor, axes: Axes, order: Axes, dim: int | None = None, size: int | None = None) -> torch.Tensor:
+def permute(x: Tensor, axes: Axes, order: Axes, dim: int | None = None, size: int | None = None) -> Tensor:
     """Renumber chunks: number k along ``axes`` goes to the rank with number k along ``order``.
 
     Backward: the inverse. Chunks have one shape unless ``dim`` and its ``size`` are given."""
@@ -117,9 +115,7 @@ def offset(n: int, axes: Axes) -> int:
     return comm.chunk(n, comm.active(axes))[0]
 
 
-def _apply_move(
-    x: torch.Tensor, source: str, target: str, axes: Axes, dim: int = -1, size: int | None = None
-) -> torch.Tensor:
+def _apply_move(x: Tensor, source: str, target: str, axes: Axes, dim: int = -1, size: int | None = None) -> Tensor:
     comm = current()
     if not (names := comm.active(axes)):
         return x
@@ -136,7 +132,7 @@ def _checked_unsharded(placement: str) -> str:
     return placement
 
 
-def begin_sum(x: torch.Tensor, axes: Axes) -> Callable[[], torch.Tensor]:
+def begin_sum(x: Tensor, axes: Axes) -> Callable[[], Tensor]:
     """Begin to sum ``x`` over the ranks of ``axes``, without gradient; call the result to wait."""
     comm, out = current(), x.detach()
     names = comm.active(axes)
@@ -149,7 +145,7 @@ def begin_sum(x: torch.Tensor, axes: Axes) -> Callable[[], torch.Tensor]:
     with profiled(comm, move, comm.phase):
         work = comm.begin(group, dist.all_reduce, out)
 
-    def arrived() -> torch.Tensor:
+    def arrived() -> Tensor:
         work.wait()
         return out
 

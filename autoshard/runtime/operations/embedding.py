@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from autoshard.runtime.operations.checks import check_range
 from autoshard.runtime.operations.collectives import offset, reduce_statistic
@@ -25,29 +26,28 @@ ADDITIVE_MODES = ("sum", "mean")
 """modes that add rows"""
 
 
-def has_fast_bag_gradient(table: torch.Tensor, indices: torch.Tensor, sparse: bool) -> bool:
+def has_fast_bag_gradient(table: Tensor, indices: Tensor, sparse: bool) -> bool:
     """Whether :func:`embedding_bag_of_tables` serves ``indices``. torch adds half precision in float32 itself."""
     accurate = table.dtype in (torch.float32, torch.float64)
     return accurate and table.device.type == "cpu" and not sparse and indices.numel() > 0 and table.is_contiguous()
 
 
-def embedding_bag_of_tables(indices: torch.Tensor, mode: str, padding: int, *tables: torch.Tensor) -> torch.Tensor:
+def embedding_bag_of_tables(indices: Tensor, mode: str, padding: int, *tables: Tensor) -> Tensor:
     """Sum or mean of each bag's rows: indices [b, k], tables [rows, d] in a row → [b, d].
 
     ``padding``: a row that gets no gradient; negative: none."""
-    found: torch.Tensor = _EmbeddingBagOfTables.apply(indices, mode, padding, *tables)
-    return found
+    return _EmbeddingBagOfTables.apply(indices, mode, padding, *tables)
 
 
 class _EmbeddingBagOfTables(NoneGradFunction):
     @staticmethod
-    def forward(ctx: Any, indices: torch.Tensor, mode: str, padding: int, *tables: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, indices: Tensor, mode: str, padding: int, *tables: Tensor) -> Tensor:
         ctx.save_for_backward(indices)
         ctx.mode, ctx.padding, ctx.sizes = mode, padding, [len(t) for t in tables]
         return F.embedding_bag(indices, concatenated_view(tables), mode=mode)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         (indices,) = ctx.saved_tensors
         total = gradient.new_zeros(sum(ctx.sizes), gradient.shape[1])
         _accumulate_bag_gradient(total, indices, gradient, ctx.mode, ctx.padding)
@@ -56,12 +56,12 @@ class _EmbeddingBagOfTables(NoneGradFunction):
 
 
 def _accumulate_bag_gradient(
-    total: torch.Tensor,
-    indices: torch.Tensor,
-    gradient: torch.Tensor,
+    total: Tensor,
+    indices: Tensor,
+    gradient: Tensor,
     mode: str,
     padding: int,
-    mine: torch.Tensor | None = None,
+    mine: Tensor | None = None,
 ) -> None:
     """Add gradients [b, d] of bags to rows ``indices`` [b, k] of ``total``; only where ``mine``."""
     bags, length = indices.shape
@@ -77,29 +77,28 @@ def _accumulate_bag_gradient(
 
 
 def embedding_bags(
-    indices: Sequence[torch.Tensor],
+    indices: Sequence[Tensor],
     mode: str,
     padding: Sequence[int],
-    tables: Sequence[torch.Tensor],
-    mine: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...]:
+    tables: Sequence[Tensor],
+    mine: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """:func:`embedding_bag_of_tables` of several tables [rows, d], each with its own indices [b, k], in one node.
 
     ``mine`` [tables, b, k]: indices that count; others give zeros, whatever their rows hold."""
-    found: tuple[torch.Tensor, ...] = _EmbeddingBags.apply(list(indices), mode, list(padding), mine, *tables)
-    return found
+    return _EmbeddingBags.apply(list(indices), mode, list(padding), mine, *tables)
 
 
 class _EmbeddingBags(LeanFunction):
     @staticmethod
     def forward(
         ctx: Any,
-        indices: list[torch.Tensor],
+        indices: list[Tensor],
         mode: str,
         padding: list[int],
-        mine: torch.Tensor | None,
-        *tables: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+        mine: Tensor | None,
+        *tables: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(mine, *indices)
         ctx.mode, ctx.padding, ctx.sizes = mode, padding, [len(t) for t in tables]
@@ -120,14 +119,14 @@ class _EmbeddingBags(LeanFunction):
         return found.unbind()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         mine, *indices = ctx.saved_tensors
         wanted = [
             (i, g)
             for i, (g, needed) in enumerate(zip(gradients, ctx.needs_input_grad[4:], strict=True))
             if g is not None and needed
         ]
-        found: list[torch.Tensor | None] = [None] * len(gradients)
+        found: list[Tensor | None] = [None] * len(gradients)
         if wanted:
             ends = list(itertools.accumulate((ctx.sizes[i] for i, _ in wanted), initial=0))
             total = wanted[0][1].new_zeros(ends[-1], wanted[0][1].shape[1])
@@ -141,8 +140,8 @@ class _EmbeddingBags(LeanFunction):
 
 
 def vocab_embedding(
-    weight: torch.Tensor, indices: torch.Tensor, size: int, axes: Axes, padding_idx: int = -1, sparse: bool = False
-) -> torch.Tensor:
+    weight: Tensor, indices: Tensor, size: int, axes: Axes, padding_idx: int = -1, sparse: bool = False
+) -> Tensor:
     """Vocabulary-parallel embedding: weight [size/n S, d], indices [...] → [..., d] P.
 
     Rows of other ranks are zeros; an index outside ``size`` raises. ``padding_idx``: global row
@@ -164,17 +163,17 @@ def vocab_embedding(
 
 
 def vocab_embedding_bag(
-    weight: torch.Tensor,
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
     size: int,
     axes: Axes,
-    per_sample_weights: torch.Tensor | None = None,
+    per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False,
     padding_idx: int = -1,
     sparse: bool = False,
     mode: str = "sum",
-) -> tuple[torch.Tensor, None, None, None]:
+) -> tuple[Tensor, None, None, None]:
     """Vocabulary-parallel bags: weight [size/n S, d], indices [k] → [bags, d] P.
 
     ``mode``: "sum", "mean" or "max". ``offsets``: where each bag starts in ``indices``. Rows
@@ -202,8 +201,8 @@ def vocab_embedding_bag(
 
 
 def _vocabulary_bag_maxima(
-    weight: torch.Tensor, indices: torch.Tensor, bag: torch.Tensor, bags: int, size: int, axes: Axes, padding_idx: int
-) -> torch.Tensor:
+    weight: Tensor, indices: Tensor, bag: Tensor, bags: int, size: int, axes: Axes, padding_idx: int
+) -> Tensor:
     """Per bag and column the maximum, on the rank that has it, and zeros on others: [bags, d] P.
 
     Among equal elements the first of its bag gets the gradient, as in ``embedding_bag``; an empty
@@ -231,9 +230,7 @@ def _vocabulary_bag_maxima(
 
 
 @torch.library.custom_op("autoshard::pooled", mutates_args=())
-def pooled_op(
-    weight: torch.Tensor, indices: torch.Tensor, mode: str, padding_idx: int = -1, sparse: bool = False
-) -> torch.Tensor:
+def pooled_op(weight: Tensor, indices: Tensor, mode: str, padding_idx: int = -1, sparse: bool = False) -> Tensor:
     """Rows of a table, pooled ("sum", "mean") over the last dim of indices: [..., k] → [..., d].
 
     ``padding_idx``: a row without a gradient; negative: none. ``sparse``: a sparse gradient."""
@@ -241,19 +238,17 @@ def pooled_op(
 
 
 @pooled_op.register_fake
-def _fake_pooled(
-    weight: torch.Tensor, indices: torch.Tensor, mode: str, padding_idx: int = -1, sparse: bool = False
-) -> torch.Tensor:
+def _fake_pooled(weight: Tensor, indices: Tensor, mode: str, padding_idx: int = -1, sparse: bool = False) -> Tensor:
     return weight.new_empty(*indices.shape[:-1], weight.shape[1])
 
 
-def _save_pooled(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_pooled(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     weight, indices, *form = inputs
     ctx.save_for_backward(indices)
     ctx.rows, ctx.form = len(weight), form
 
 
-def _pooled_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _pooled_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (indices,) = ctx.saved_tensors
     weight = grad.new_empty(()).expand(ctx.rows, grad.shape[-1]).requires_grad_()  # its values do not matter
     with torch.enable_grad():
@@ -265,14 +260,14 @@ register_backward(pooled_op, _pooled_backward, _save_pooled)
 
 
 def pooled(
-    weight: torch.Tensor,
-    indices: torch.Tensor,
+    weight: Tensor,
+    indices: Tensor,
     mode: str,
     padding_idx: int = -1,
     sparse: bool = False,
     size: int = 0,
     axes: Axes = (),
-) -> torch.Tensor:
+) -> Tensor:
     """:func:`pooled_op`; with ``axes`` the weight is a shard of ``size`` rows, the result P."""
     if axes:
         found = vocab_embedding(weight, indices, size, axes, padding_idx, sparse)
@@ -285,13 +280,13 @@ def pooled(
 
 
 def pooled_together(
-    tables: Sequence[torch.Tensor],
-    indices: Sequence[torch.Tensor],
+    tables: Sequence[Tensor],
+    indices: Sequence[Tensor],
     mode: str,
     padding: Sequence[int] = (),
     sizes: Sequence[int] = (),
     axes: Axes = (),
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """:func:`pooled` in several tables [rows, d] by indices [..., k] of one shape → [..., d] each.
 
     On CPUs they are one autograd node. In sharded tables (``sizes`` rows) one comparison finds
@@ -301,7 +296,7 @@ def pooled_together(
         each = zip(tables, indices, pads, sizes or [0] * len(tables), strict=True)
         return tuple([pooled(t, i, mode, pad, size=size, axes=axes) for t, i, pad, size in each])
     shape, mine = indices[0].shape, None
-    flat: Sequence[torch.Tensor] = [i.reshape(-1, shape[-1]) for i in indices]
+    flat: Sequence[Tensor] = [i.reshape(-1, shape[-1]) for i in indices]
     if axes:
         one = stacked_view(flat)
         every = torch.stack(list(flat)) if one is None else one

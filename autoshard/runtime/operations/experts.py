@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from autoshard.aten import aten
 from autoshard.runtime.operations.grouped import group_blocks, grouped_product, matrices_per_block, rows_per_block
@@ -25,7 +26,7 @@ from autoshard.runtime.transport.autograd import NoneGradFunction, register_reco
 from autoshard.runtime.transport.communicator import Axes, Communicator, current
 from autoshard.runtime.transport.move import Move, Splits, transposed_segments
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -34,7 +35,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def activation_of(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+def activation_of(name: str) -> Callable[[Tensor], Tensor]:
     """One of :data:`ACTIVATIONS`, or x · sigmoid(1.702 · x) as "swish 1.702"."""
     if not name.startswith("swish "):
         return ACTIVATIONS[name]
@@ -58,7 +59,7 @@ class ExpertForm:
     interleaved: bool = False
     """whether gate and up features alternate; else one lies after the other"""
 
-    def activated(self, made: list[torch.Tensor]) -> torch.Tensor:
+    def activated(self, made: list[Tensor]) -> Tensor:
         """Input of the second product; ``made``: gate and up features, in one or two tensors."""
         activation = activation_of(self.activation)
         if not self.gated:
@@ -101,38 +102,24 @@ DERIVATIVES: dict[str, Callable[..., Any]] = {
 """backward kernels of the activations that :func:`gated_products` supports"""
 
 
-def gated_products(
-    x: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    ends: torch.Tensor,
-    activation: str,
-) -> torch.Tensor:
+def gated_products(x: Tensor, first: Tensor, second: Tensor, ends: Tensor, activation: str) -> Tensor:
     """``(activation(gate) * up) @ second``, with [gate, up] = ``x @ first`` per group of rows.
 
     ``x`` [s, w] in groups ending at ``ends`` [e], ``first`` [e, w, 2h], ``second`` [e, h, v]."""
     if not ends.shape[0]:
         return _gated_products_unfused(x, first, second, ends, activation)
-    found: torch.Tensor = _GatedProducts.apply(x, first, second, ends, activation)
-    return found
+    return _GatedProducts.apply(x, first, second, ends, activation)
 
 
 class _GatedProducts(NoneGradFunction):
     """Both products in one node: blocks of groups stay in CPU caches, gradients need no cat."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        first: torch.Tensor,
-        second: torch.Tensor,
-        ends: torch.Tensor,
-        activation: str,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, first: Tensor, second: Tensor, ends: Tensor, activation: str) -> Tensor:
         work = group_blocks(x, ends, first.shape[2])
         out = x.new_empty(x.shape[0], second.shape[2]) if work[0].lengths else None
         places = [None] if out is None else rows_per_block(work, out)
-        firsts, seconds, kept = matrices_per_block(work, first), matrices_per_block(work, second), list[torch.Tensor]()
+        firsts, seconds, kept = matrices_per_block(work, first), matrices_per_block(work, second), list[Tensor]()
         for n, (piece, rows, to_mid, to_out) in enumerate(
             zip(work, rows_per_block(work, x), firsts, seconds, strict=True)
         ):
@@ -147,7 +134,7 @@ class _GatedProducts(NoneGradFunction):
         return of_piece if out is None else out
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         x, first, second, ends, *kept = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # create_graph
@@ -185,13 +172,7 @@ class _GatedProducts(NoneGradFunction):
         return of_x, of_first, of_second, None, None
 
 
-def _gated_products_unfused(
-    x: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    ends: torch.Tensor,
-    activation: str,
-) -> torch.Tensor:
+def _gated_products_unfused(x: Tensor, first: Tensor, second: Tensor, ends: Tensor, activation: str) -> Tensor:
     """:func:`gated_products` composed of differentiable operations."""
     gate, up = grouped_product(x, first, ends).chunk(2, -1)
     return grouped_product(ACTIVATIONS[activation](gate) * up, second, ends)
@@ -200,17 +181,17 @@ def _gated_products_unfused(
 class Slots(NamedTuple):
     """The computed slots."""
 
-    rows: torch.Tensor
+    rows: Tensor
     """the row of each slot, in the order of computation"""
-    places: torch.Tensor
+    places: Tensor
     """for the slots row by row: their place in that order"""
-    starts: torch.Tensor
+    starts: Tensor
     """where each row begins in ``places``"""
-    present: torch.Tensor | None
+    present: Tensor | None
     """slot numbers, row by row; None: all slots are computed"""
 
 
-def dispatch_slots(order: torch.Tensor, rows: int, top: int) -> Slots:
+def dispatch_slots(order: Tensor, rows: int, top: int) -> Slots:
     """The slots in ``order``: all or some of the ``top`` slots of each of ``rows``."""
     starts = torch.arange(0, rows * top, top, device=order.device)
     if order.shape[0] == rows * top:
@@ -219,23 +200,21 @@ def dispatch_slots(order: torch.Tensor, rows: int, top: int) -> Slots:
     return Slots(order.floor_divide(top), places, torch.searchsorted(present, starts), present)
 
 
-def dispatch_expert_rows(x: torch.Tensor, slots: Slots) -> torch.Tensor:
+def dispatch_expert_rows(x: Tensor, slots: Slots) -> Tensor:
     """Dispatch: the row of ``x`` [t, w] for every computed slot."""
     if not x.requires_grad:
         return x.index_select(0, slots.rows)
-    found: torch.Tensor = _Dispatch.apply(x, *slots[:3])
-    return found
+    return _Dispatch.apply(x, *slots[:3])
 
 
-def combine_expert_rows(x: torch.Tensor, weights: torch.Tensor, slots: Slots) -> torch.Tensor:
+def combine_expert_rows(x: Tensor, weights: Tensor, slots: Slots) -> Tensor:
     """Combine: sums [t, v] of slots ``x`` [s, v] per row, times their ``weights`` [t · k]."""
     dtype = torch.result_type(x, weights)
     weights = weights if slots.present is None else weights.index_select(0, slots.present)
-    found: torch.Tensor = _Combine.apply(x.to(dtype), weights.to(dtype), *slots[:3])
-    return found
+    return _Combine.apply(x.to(dtype), weights.to(dtype), *slots[:3])
 
 
-def _inverse_permutation(order: torch.Tensor) -> torch.Tensor:
+def _inverse_permutation(order: Tensor) -> Tensor:
     """The inverse permutation."""
     numbers = torch.arange(order.shape[0], device=order.device)
     return torch.empty_like(order).scatter_(0, order, numbers)
@@ -243,12 +222,12 @@ def _inverse_permutation(order: torch.Tensor) -> torch.Tensor:
 
 class _Dispatch(NoneGradFunction):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, places: Any, starts: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Any, starts: Any) -> Tensor:
         ctx.save_for_backward(places, starts)
         return x.index_select(0, rows)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         places, starts = ctx.saved_tensors
         return _weighted_bag_sums(places, gradient, starts), None, None, None
 
@@ -257,15 +236,13 @@ class _Combine(NoneGradFunction):
     """``weights`` are those of the computed slots, row by row."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weights: torch.Tensor, rows: Any, places: torch.Tensor, starts: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weights: Tensor, rows: Any, places: Tensor, starts: Tensor) -> Tensor:
         of_x, of_weights = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if of_weights else None, weights if of_x else None, rows, places, starts)
         return _weighted_bag_sums(places, x, starts, weights)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weights, rows, places, starts = ctx.saved_tensors
         again = torch.is_grad_enabled()  # create_graph
         of_x = of_weights = None
@@ -287,36 +264,33 @@ class _Combine(NoneGradFunction):
         return of_x, of_weights, None, None, None
 
 
-def _weighted_bag_sums(
-    rows: torch.Tensor, x: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor | None = None
-) -> torch.Tensor:
+def _weighted_bag_sums(rows: Tensor, x: Tensor, starts: Tensor, weights: Tensor | None = None) -> Tensor:
     """Sums of ``rows`` of ``x`` in bags from ``starts``; skips torch.nn.functional's checks."""
-    found: torch.Tensor = torch.embedding_bag(x, rows, starts, False, 0, False, weights)[0]
-    return found
+    return torch.embedding_bag(x, rows, starts, False, 0, False, weights)[0]
 
 
 _per_sample_weight_gradient = aten._embedding_bag_per_sample_weights_backward
 """per element of the bags: the product of its row and of its bag's gradient"""
 
 
-def _has_weight_gradient_kernel(x: torch.Tensor) -> bool:
+def _has_weight_gradient_kernel(x: Tensor) -> bool:
     """Whether that kernel exists: on GPUs not for half precision."""
     return x.device.type == "cpu" or x.dtype.itemsize > 2
 
 
 def routed_experts(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    first: Tensor,
+    second: Tensor,
     activation: str,
     gated: bool,
     transposed: bool,
-    first_bias: torch.Tensor | None = None,
-    second_bias: torch.Tensor | None = None,
+    first_bias: Tensor | None = None,
+    second_bias: Tensor | None = None,
     **gate: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """``x`` [..., w] through experts ``ids`` [..., k], summed by ``weights`` [..., k] → [..., v].
 
     Experts are dim 0: ``first`` [e, h, w], ``second`` [e, v, h] as of linear layers; see
@@ -343,16 +317,16 @@ def _fake_experts(x: Any, ids: Any, weights: Any, first: Any, second: Any, *form
 
 
 def experts(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    first: Tensor,
+    second: Tensor,
     form: ExpertForm,
-    first_bias: torch.Tensor | None = None,
-    second_bias: torch.Tensor | None = None,
+    first_bias: Tensor | None = None,
+    second_bias: Tensor | None = None,
     sharding: ExpertSharding = UNSHARDED,
-) -> torch.Tensor:
+) -> Tensor:
     """:func:`routed_experts` on this rank's rows, experts and features."""
     top, count, expert_axes = ids.shape[-1], sharding.count or first.shape[0], sharding.expert_axes
     if not expert_axes and not _is_host_readable(ids):  # zeros: no host sync for their count
@@ -398,13 +372,13 @@ def exchanges_rows(rows: int, weights: int) -> bool:
     return rows < weights
 
 
-def _expert_bias_of_rows(bias: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _expert_bias_of_rows(bias: Tensor, ends: Tensor, rows: Tensor) -> Tensor:
     """The expert's bias for each row."""
     numbers = torch.arange(rows.shape[0], device=ends.device, dtype=ends.dtype)
     return bias.index_select(0, torch.searchsorted(ends, numbers, right=True))
 
 
-def _is_host_readable(ids: torch.Tensor) -> bool:
+def _is_host_readable(ids: Tensor) -> bool:
     """Whether the host reads ``ids`` without a device sync."""
     return ids.device.type in ("cpu", "meta")
 
@@ -419,7 +393,7 @@ class _ExpertPlacement(NamedTuple):
     """the most experts of one rank"""
     together: int
     """experts of all these ranks"""
-    places: torch.Tensor | None
+    places: Tensor | None
     """expert → rank · most + number there; ranks · most if no rank has it. None: all local"""
     sizes: Move | None
     """the all-to-all of the number of rows per expert"""
@@ -451,11 +425,11 @@ class _Routes(NamedTuple):
 
     splits: Splits | None
     """the all-to-all: rows arrive by rank and stay by expert; None: no exchange"""
-    ends: torch.Tensor
+    ends: Tensor
     """where the rows of each local expert end; a rank may hold fewer experts than ``most``"""
 
 
-def _routes(ids: torch.Tensor, held: _ExpertPlacement) -> tuple[torch.Tensor, Callable[[], _Routes]]:
+def _routes(ids: Tensor, held: _ExpertPlacement) -> tuple[Tensor, Callable[[], _Routes]]:
     """Computed slots (flat ``ids``) by rank and expert; a call that waits for their routes."""
     if ids.is_meta:
         slots, balanced = _balanced_routes(ids, held)
@@ -491,7 +465,7 @@ def _routes(ids: torch.Tensor, held: _ExpertPlacement) -> tuple[torch.Tensor, Ca
     return slots[: sum(map(sum, gone))], routes
 
 
-def _balanced_routes(ids: torch.Tensor, held: _ExpertPlacement) -> tuple[torch.Tensor, _Routes]:
+def _balanced_routes(ids: Tensor, held: _ExpertPlacement) -> tuple[Tensor, _Routes]:
     """Routes on meta tensors: every expert gets as many rows, and their numbers are exchanged."""
     ends = torch.empty(held.most, dtype=torch.int32, device="meta")
     if held.places is None:
@@ -509,7 +483,7 @@ def _balanced_routes(ids: torch.Tensor, held: _ExpertPlacement) -> tuple[torch.T
     return slots, _Routes(Splits(sent, sent, 0, after=order), ends)
 
 
-def _exchange_expert_rows(x: torch.Tensor, held: _ExpertPlacement, splits: Splits | None) -> torch.Tensor:
+def _exchange_expert_rows(x: Tensor, held: _ExpertPlacement, splits: Splits | None) -> Tensor:
     if held.comm is None or splits is None:
         return x
     return held.comm.apply(Move("S", "S", held.axes, 0, splits=splits), x)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from autoshard.runtime.transport.autograd import NoneGradFunction, register_backward
 from autoshard.torch_private.dispatch import count_dispatch_modes
@@ -17,7 +18,7 @@ CACHE_BLOCK_ELEMENTS = 1 << 17
 
 
 @torch.library.custom_op("autoshard::grouped_mm", mutates_args=())
-def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, full: bool = False) -> torch.Tensor:
+def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor, full: bool = False) -> Tensor:
     """Rows [s, k] in groups ending at ``ends`` [e], each times its matrix of [e, k, n] → [s, n].
 
     Rows after the last group are zero; ``full``: there are none."""
@@ -25,19 +26,18 @@ def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, full: 
 
 
 @torch.library.custom_op("autoshard::grouped_outer", mutates_args=())
-def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     """Per group of rows [s, k] and [s, n] the sum of outer products → [e, k, n]."""
     return _grouped_outer_product(x, y, ends)
 
 
-def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """:func:`grouped_mm` with all rows in groups; outside of a trace without a custom op's cost."""
-    found: torch.Tensor = grouped_mm(x, weight, ends, True) if _is_traced(x) else _GroupedProduct.apply(x, weight, ends)
-    return found
+    return grouped_mm(x, weight, ends, True) if _is_traced(x) else _GroupedProduct.apply(x, weight, ends)
 
 
-def _is_traced(x: torch.Tensor) -> bool:
-    return x.is_meta or bool(count_dispatch_modes()) or type(x) is not torch.Tensor
+def _is_traced(x: Tensor) -> bool:
+    return x.is_meta or bool(count_dispatch_modes()) or type(x) is not Tensor
 
 
 class GroupBlock(NamedTuple):
@@ -49,10 +49,10 @@ class GroupBlock(NamedTuple):
     """rows of each group; (): one kernel takes all groups"""
     rows: int
     """rows of all groups"""
-    ends: torch.Tensor
+    ends: Tensor
     """where each group of the full tensor ends"""
 
-    def times(self, x: torch.Tensor, matrices: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+    def times(self, x: Tensor, matrices: Any, out: Tensor | None = None) -> Tensor:
         """The block's rows [s, k], each times its group's matrix → [s, n], in ``out`` if given."""
         if not self.lengths:
             return (grouped_mm if _is_traced(x) else _grouped_matmul)(x, matrices, self.ends, True)
@@ -63,12 +63,12 @@ class GroupBlock(NamedTuple):
             torch.mm(rows, matrix, out=into)
         return out
 
-    def outer(self, x: torch.Tensor, y: torch.Tensor, out: Any) -> torch.Tensor | None:
+    def outer(self, x: Tensor, y: Tensor, out: Any) -> Tensor | None:
         """Per group the sum of outer products of rows [s, k] and [s, n], in this block's ``out``.
 
         Where one kernel takes all groups: a new tensor, in memory order of ``out`` [e, k, n]."""
         if not self.lengths:
-            made: Callable[..., torch.Tensor] = grouped_outer if _is_traced(x) else _grouped_outer_product
+            made: Callable[..., Tensor] = grouped_outer if _is_traced(x) else _grouped_outer_product
             return made(y, x, self.ends).mT if out.mT.is_contiguous() else made(x, y, self.ends)
         if len(self.lengths) == 1:
             torch.mm(x.mT, y, out=out[0])  # zeros without rows
@@ -78,7 +78,7 @@ class GroupBlock(NamedTuple):
         return None
 
 
-def group_blocks(x: torch.Tensor, ends: torch.Tensor, columns: int) -> list[GroupBlock]:
+def group_blocks(x: Tensor, ends: Tensor, columns: int) -> list[GroupBlock]:
     """Blocks of the rows [s, k], ``columns`` results each: one, or on CPUs as fit the caches.
 
     No group is split."""
@@ -94,12 +94,12 @@ def group_blocks(x: torch.Tensor, ends: torch.Tensor, columns: int) -> list[Grou
     return found
 
 
-def rows_per_block(of: Sequence[GroupBlock], x: torch.Tensor) -> Sequence[torch.Tensor]:
+def rows_per_block(of: Sequence[GroupBlock], x: Tensor) -> Sequence[Tensor]:
     """Rows of ``x`` per block."""
     return x.split_with_sizes([piece.rows for piece in of]) if len(of) > 1 else (x,)
 
 
-def matrices_per_block(of: Sequence[GroupBlock], weight: torch.Tensor) -> Sequence[Any]:
+def matrices_per_block(of: Sequence[GroupBlock], weight: Tensor) -> Sequence[Any]:
     """Matrices of ``weight`` [e, k, n] per block; all of it where one kernel takes all groups."""
     if not of[0].lengths:
         return (weight,)
@@ -107,7 +107,7 @@ def matrices_per_block(of: Sequence[GroupBlock], weight: torch.Tensor) -> Sequen
     return [each[piece.groups] for piece in of]
 
 
-def _grouped_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, full: bool) -> torch.Tensor:
+def _grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor, full: bool) -> Tensor:
     if full and _has_kernel(x, weight.shape[2]):
         return grouped_matmul(x.contiguous(), weight, offs=ends)
     out, last = x.new_empty(x.shape[0], weight.shape[2]), 0
@@ -118,7 +118,7 @@ def _grouped_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, f
     return out
 
 
-def _grouped_outer_product(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _grouped_outer_product(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     if _has_kernel(x, y.shape[1]):
         return grouped_matmul(x.contiguous().mT, y.contiguous(), offs=ends)
     out = x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
@@ -128,29 +128,29 @@ def _grouped_outer_product(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor)
 
 
 @grouped_mm.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, full: bool = False) -> torch.Tensor:
+def _(x: Tensor, weight: Tensor, ends: Tensor, full: bool = False) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
 @grouped_outer.register_fake
-def _(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
 
 
-def _group_bounds(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+def _group_bounds(ends: Tensor) -> Iterator[tuple[int, int, int]]:
     """(number, start, end) of every group."""
     for number, (a, b) in enumerate(itertools.pairwise([0, *ends.tolist()])):
         yield number, a, b
 
 
-def _has_kernel(x: torch.Tensor, columns: int) -> bool:
+def _has_kernel(x: Tensor, columns: int) -> bool:
     """Whether torch's grouped product supports it: no float64, rows of a multiple of 16 bytes."""
     units = (x.shape[1] * x.element_size(), columns * x.element_size())
     narrow = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return narrow and x.shape[0] > 0 and not any(n % 16 for n in units)
 
 
-def _save_grouped_mm(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_grouped_mm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, ends, ctx.full = inputs
     of_x, of_weight = ctx.needs_input_grad[:2]
     ctx.turned = weight.mT.is_contiguous()
@@ -158,8 +158,8 @@ def _save_grouped_mm(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) ->
 
 
 def _grouped_mm_backward(
-    ctx: Any, grad: torch.Tensor, times: Callable[..., Any] = grouped_mm, outer: Callable[..., Any] = grouped_outer
-) -> tuple[torch.Tensor | None, ...]:
+    ctx: Any, grad: Tensor, times: Callable[..., Any] = grouped_mm, outer: Callable[..., Any] = grouped_outer
+) -> tuple[Tensor | None, ...]:
     x, weight, ends = ctx.saved_tensors
     of_x = times(grad, weight.mT, ends, ctx.full) if ctx.needs_input_grad[0] else None
     if not ctx.needs_input_grad[1]:
@@ -170,13 +170,13 @@ def _grouped_mm_backward(
 
 class _GroupedProduct(NoneGradFunction):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         out = _grouped_matmul(x, weight, ends, True)
         _save_grouped_mm(ctx, (x, weight, ends, True), out)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         found = (
             _grouped_mm_backward(ctx, grad)
             if torch.is_grad_enabled()
@@ -185,11 +185,11 @@ class _GroupedProduct(NoneGradFunction):
         return found[:3]
 
 
-def _save_grouped_outer(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_grouped_outer(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _grouped_outer_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _grouped_outer_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, y, ends = ctx.saved_tensors
     return grouped_mm(y, grad.mT, ends), grouped_mm(x, grad, ends), None
 

@@ -9,38 +9,31 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from autoshard.runtime.transport.communicator import Axes, current
 from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.window import Window, halo_of
 
 
-def channels_last(x: torch.Tensor) -> torch.Tensor:
+def channels_last(x: Tensor) -> Tensor:
     """``x`` [n, c, h, w] in channels-last memory format on CPUs (oneDNN).
 
     On other devices ``x`` is unchanged."""
     return x.contiguous(memory_format=torch.channels_last) if _on_onednn(x) else x
 
 
-def channels_first(x: torch.Tensor) -> torch.Tensor:
+def channels_first(x: Tensor) -> Tensor:
     """``x`` contiguous again, where :func:`channels_last` may have changed its memory format."""
     return x.contiguous() if _on_onednn(x) else x
 
 
-def _on_onednn(x: torch.Tensor) -> bool:
+def _on_onednn(x: Tensor) -> bool:
     """Includes meta tensors: the simulated memory of a CPU step has to count the copy."""
     return x.device.type in ("cpu", "meta") and torch.backends.mkldnn.is_available()
 
 
-def halo(
-    x: torch.Tensor,
-    dim: int,
-    size: int,
-    to: int,
-    axes: Axes,
-    window: Window,
-    fill: float = 0.0,
-) -> torch.Tensor:
+def halo(x: Tensor, dim: int, size: int, to: int, axes: Axes, window: Window, fill: float = 0.0) -> Tensor:
     """The positions of ``dim`` that this rank's results read, with ``fill`` where they lie outside.
 
     ``size``, ``to``: global lengths of operand and result, both sharded by ``axes``. The next op
@@ -62,7 +55,7 @@ def halo(
     return F.pad(x, [*(0, 0) * (x.dim() - dim - 1), before, count - length - before], value=fill)
 
 
-def split(x: torch.Tensor, dim: int, lengths: Sequence[int], axes: Axes) -> list[torch.Tensor]:
+def split(x: Tensor, dim: int, lengths: Sequence[int], axes: Axes) -> list[Tensor]:
     """Slices of a global dim with ``lengths``, each sharded by ``axes`` like the dim itself.
 
     Ranks exchange positions of each other's slices; backward: their gradients."""
@@ -71,16 +64,14 @@ def split(x: torch.Tensor, dim: int, lengths: Sequence[int], axes: Axes) -> list
     return [halo(x, dim, size, n, axes, Window(padding=-start)) for start, n in zip(starts, lengths, strict=True)]
 
 
-def crop(y: torch.Tensor, dim: int, to: int, axes: Axes, window: Window) -> torch.Tensor:
+def crop(y: Tensor, dim: int, to: int, axes: Axes, window: Window) -> Tensor:
     """This rank's positions of a transposed op's result ``y``, made from :func:`halo`'s operand."""
     comm = current()
     results = comm.chunk(to, comm.active(axes))
     return y.narrow(dim, window.surplus(results), results[1])
 
 
-def average(
-    y: torch.Tensor, dim: int, size: int, to: int, axes: Axes, window: Window, counted: int = 0
-) -> torch.Tensor:
+def average(y: Tensor, dim: int, size: int, to: int, axes: Axes, window: Window, counted: int = 0) -> Tensor:
     """Averages over full windows ``y`` → over positions within ``counted`` of the operand."""
     comm = current()
     first, length = comm.chunk(to, comm.active(axes))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoshard.aten import aten
 from autoshard.runtime.operations.checks import check_range
@@ -21,7 +22,7 @@ torch.library.define("autoshard::part_of_batch", "(Tensor(a) self, int dim, int 
 
 
 @torch.library.impl("autoshard::part_of_batch", "CompositeImplicitAutograd")
-def _first_part(self: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+def _first_part(self: Tensor, dim: int, count: int) -> Tensor:
     """The slice of the first of ``count`` micro-batches: a graph alone has no other."""
     return self.narrow(dim, 0, self.shape[dim] // count)
 
@@ -29,13 +30,13 @@ def _first_part(self: torch.Tensor, dim: int, count: int) -> torch.Tensor:
 PART_OF_BATCH = torch.ops.autoshard.part_of_batch.default
 
 
-def part_of_batch(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+def part_of_batch(x: Tensor, dim: int, count: int) -> Tensor:
     """The running micro-batch's slice of ``x``, whose ``dim`` ``count`` micro-batches divide."""
     length = x.shape[dim] // count
     return x.narrow(dim, current().micro_batch[0] * length, length)
 
 
-def sharded_select(x: torch.Tensor, dim: int, index: int, size: int, axes: Axes) -> torch.Tensor:
+def sharded_select(x: Tensor, dim: int, index: int, size: int, axes: Axes) -> Tensor:
     """``x.select(dim, index)`` → P: the owner of the slice keeps it, others give zeros."""
     place = (index + size if index < 0 else index) - offset(size, axes)
     if 0 <= place < x.shape[dim]:
@@ -43,7 +44,7 @@ def sharded_select(x: torch.Tensor, dim: int, index: int, size: int, axes: Axes)
     return x.narrow(dim, 0, 0).sum(dim, dtype=x.dtype)  # zeros on the gradient path
 
 
-def sharded_slice(x: torch.Tensor, dim: int, start: int, length: int, size: int, axes: Axes) -> torch.Tensor:
+def sharded_slice(x: Tensor, dim: int, start: int, length: int, size: int, axes: Axes) -> Tensor:
     """``length`` positions of ``x`` along ``dim`` from ``start`` → P: local ones and zeros."""
     begin = max(start + size, 0) if start < 0 else start
     first = begin - offset(size, axes)
@@ -55,7 +56,7 @@ def sharded_slice(x: torch.Tensor, dim: int, start: int, length: int, size: int,
     return torch.nn.functional.pad(x.narrow(dim, a, b - a), padding)
 
 
-def sharded_index_select(x: torch.Tensor, dim: int, index: torch.Tensor, size: int, axes: Axes) -> torch.Tensor:
+def sharded_index_select(x: Tensor, dim: int, index: Tensor, size: int, axes: Axes) -> Tensor:
     """``x.index_select(dim, index)`` → P."""
     place, mine = _index_in_shard(index, x.shape[dim], size, axes)
     if x.shape[dim] == 0:
@@ -64,7 +65,7 @@ def sharded_index_select(x: torch.Tensor, dim: int, index: torch.Tensor, size: i
     return found.masked_fill(~mine.view([-1] + [1] * (x.dim() - dim - 1)), 0)
 
 
-def sharded_gather(x: torch.Tensor, dim: int, index: torch.Tensor, size: int, axes: Axes) -> torch.Tensor:
+def sharded_gather(x: Tensor, dim: int, index: Tensor, size: int, axes: Axes) -> Tensor:
     """``x.gather(dim, index)`` → P."""
     place, mine = _index_in_shard(index, x.shape[dim], size, axes)
     if x.shape[dim] == 0:
@@ -72,12 +73,10 @@ def sharded_gather(x: torch.Tensor, dim: int, index: torch.Tensor, size: int, ax
     return x.gather(dim, place).masked_fill(~mine, 0)
 
 
-def sharded_index(
-    x: torch.Tensor, indices: Sequence[torch.Tensor | None], cuts: Sequence[tuple[int, int, Axes]]
-) -> torch.Tensor:
+def sharded_index(x: Tensor, indices: Sequence[Tensor | None], cuts: Sequence[tuple[int, int, Axes]]) -> Tensor:
     """``x[indices]``, integer indices → P. ``cuts``: (dim, size, axes) of sharded indexed dims."""
     places = list(indices)
-    mine: torch.Tensor | None = None
+    mine: Tensor | None = None
     for dim, size, axes in cuts:
         asked = places[dim]
         assert asked is not None  # every sharded dim listed has an index
@@ -91,13 +90,11 @@ def sharded_index(
     if 0 in x.shape:
         return _zeros_with_gradient_path(x, [*kept[:at], *common, *kept[at:]])
     assert mine is not None
-    found: torch.Tensor = aten.index.Tensor(x, places)
+    found: Tensor = aten.index.Tensor(x, places)
     return found.masked_fill(~mine.view([*mine.shape, *([1] * (len(kept) - at))]), 0)
 
 
-def sharded_scatter_add(
-    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, size: int, axes: Axes
-) -> torch.Tensor:
+def sharded_scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor, size: int, axes: Axes) -> Tensor:
     """``x.scatter_add(dim, index, source)`` → S(dim): every rank adds to its own rows."""
     place, mine = _index_in_shard(index, x.shape[dim], size, axes)
     if x.shape[dim] == 0:
@@ -107,8 +104,8 @@ def sharded_scatter_add(
 
 
 def sharded_index_add(
-    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, alpha: float, size: int, axes: Axes
-) -> torch.Tensor:
+    x: Tensor, dim: int, index: Tensor, source: Tensor, alpha: float, size: int, axes: Axes
+) -> Tensor:
     """``x.index_add(dim, index, source, alpha=alpha)`` → S(dim)."""
     place, mine = _index_in_shard(index, x.shape[dim], size, axes)
     if x.shape[dim] == 0:
@@ -117,49 +114,43 @@ def sharded_index_add(
     return x.index_add(dim, place, kept, alpha=alpha)
 
 
-def sharded_scatter(
-    x: torch.Tensor, dim: int, index: torch.Tensor, value: torch.Tensor | float, size: int, axes: Axes
-) -> torch.Tensor:
+def sharded_scatter(x: Tensor, dim: int, index: Tensor, value: Tensor | float, size: int, axes: Axes) -> Tensor:
     """``x.scatter(dim, index, value)`` → S(dim): every rank writes its own rows."""
     return _write_local(torch.scatter, x, dim, index, value, size, axes)
 
 
-def sharded_index_copy(
-    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, size: int, axes: Axes
-) -> torch.Tensor:
+def sharded_index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor, size: int, axes: Axes) -> Tensor:
     """``x.index_copy(dim, index, source)`` → S(dim)."""
     return _write_local(torch.index_copy, x, dim, index, source, size, axes)
 
 
-def sharded_index_fill(
-    x: torch.Tensor, dim: int, index: torch.Tensor, value: torch.Tensor | float, size: int, axes: Axes
-) -> torch.Tensor:
+def sharded_index_fill(x: Tensor, dim: int, index: Tensor, value: Tensor | float, size: int, axes: Axes) -> Tensor:
     """``x.index_fill(dim, index, value)`` → S(dim)."""
     return _write_local(torch.index_fill, x, dim, index, value, size, axes, -size)
 
 
 def _write_local(
-    write: Callable[..., torch.Tensor],
-    x: torch.Tensor,
+    write: Callable[..., Tensor],
+    x: Tensor,
     dim: int,
-    index: torch.Tensor,
+    index: Tensor,
     what: Any,
     size: int,
     axes: Axes,
     least: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """``write(x, dim, index, what)`` → S(dim), on this rank's rows."""
     place = _index_in_shard_or_spare(index, x.shape[dim], size, axes, least)
     return write(_with_spare(x, dim), dim, place, what).narrow(dim, 0, x.shape[dim])
 
 
 def sharded_index_put(
-    x: torch.Tensor,
-    indices: Sequence[torch.Tensor | None],
-    values: torch.Tensor,
+    x: Tensor,
+    indices: Sequence[Tensor | None],
+    values: Tensor,
     accumulate: bool,
     cuts: Sequence[tuple[int, int, Axes]],
-) -> torch.Tensor:
+) -> Tensor:
     """``x.index_put(indices, values, accumulate)``. ``cuts``: see :func:`sharded_index`."""
     places, whole = list(indices), x
     for dim, size, axes in cuts:
@@ -167,15 +158,13 @@ def sharded_index_put(
         assert asked is not None  # every sharded dim listed has an index
         places[dim] = _index_in_shard_or_spare(asked, x.shape[dim], size, axes, -size)
         whole = _with_spare(whole, dim)
-    written: torch.Tensor = aten.index_put.default(whole, places, values, accumulate)
+    written: Tensor = aten.index_put.default(whole, places, values, accumulate)
     for dim, _, _ in cuts:
         written = written.narrow(dim, 0, x.shape[dim])
     return written
 
 
-def sharded_grouped_mm(
-    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, groups: int, axes: Axes
-) -> torch.Tensor:
+def sharded_grouped_mm(x: Tensor, weight: Tensor, ends: Tensor, groups: int, axes: Axes) -> Tensor:
     """Grouped GEMM, rows [s, k] times matrices [k, n] sharded by ``axes`` → [s, n] P.
 
     ``ends``: where each of ``groups`` groups ends; rows after the last are zero."""
@@ -188,9 +177,7 @@ def sharded_grouped_mm(
     return out if parts else out + x[:0].sum() + weight.sum()  # zeros on the gradient path
 
 
-def _index_in_shard(
-    index: torch.Tensor, rows: int, size: int, axes: Axes, least: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _index_in_shard(index: Tensor, rows: int, size: int, axes: Axes, least: int = 0) -> tuple[Tensor, Tensor]:
     """(local position of global indices, 0 if another rank has the row; whether it is local)."""
     check_range(index, size, least=least)
     start = offset(size, axes)
@@ -199,36 +186,36 @@ def _index_in_shard(
     return torch.where(mine, place, 0), mine
 
 
-def _index_in_shard_or_spare(index: torch.Tensor, rows: int, size: int, axes: Axes, least: int = 0) -> torch.Tensor:
+def _index_in_shard_or_spare(index: Tensor, rows: int, size: int, axes: Axes, least: int = 0) -> Tensor:
     """Local position of global indices; a spare row after the last for other ranks' rows."""
     place, mine = _index_in_shard(index, rows, size, axes, least)
     return torch.where(mine, place, rows)
 
 
-def _with_spare(x: torch.Tensor, dim: int) -> torch.Tensor:
+def _with_spare(x: Tensor, dim: int) -> Tensor:
     """``x`` with a spare row; writes to it and their gradients are dropped."""
     return torch.cat([x, x.new_zeros([*x.shape[:dim], 1, *x.shape[dim + 1 :]])], dim)
 
 
-def _zeros_with_gradient_path(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def _zeros_with_gradient_path(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Zeros that keep an empty ``x`` on the gradient path."""
     return x.new_zeros(list(shape)) + x.sum(dtype=x.dtype)
 
 
 def write_slice(
-    x: torch.Tensor,
-    source: torch.Tensor,
+    x: Tensor,
+    source: Tensor,
     dim: int = 0,
     start: int | None = None,
     end: int | None = None,
     step: int = 1,
-) -> torch.Tensor:
+) -> Tensor:
     """``x.slice_scatter(source, dim, start, end, step)`` in place; returns ``x``."""
     aten.slice.Tensor(x, dim, start, end, step).copy_(source)
     return x
 
 
-def write_select(x: torch.Tensor, source: torch.Tensor, dim: int, index: int) -> torch.Tensor:
+def write_select(x: Tensor, source: Tensor, dim: int, index: int) -> Tensor:
     """``x.select_scatter(source, dim, index)`` in place; returns ``x``."""
     x.select(dim, index).copy_(source)
     return x

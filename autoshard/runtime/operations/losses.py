@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from autoshard.aten import aten
 from autoshard.runtime.operations.checks import check_range
@@ -25,27 +26,14 @@ ACCELERATOR_SLICE_FACTOR = 8
 """factor on accelerators, whose kernels need more elements"""
 
 
-def cross_entropy_sums(
-    logits: torch.Tensor, top: torch.Tensor, index: torch.Tensor, share: torch.Tensor | None, smoothed: bool
-) -> torch.Tensor:
+class _CrossEntropySums(NoneGradFunction):
     """[2 or 3, n, …]: row sums of ``logits`` [n, c, …] - ``top`` [n, 1, …], or of [c] - [1].
 
     They are: sum of exponentials; the entry at ``index`` [n, …], 0 if another rank has it; and if
     ``smoothed`` the sum of all entries, weighted by ``share`` [c] if given."""
-    found: torch.Tensor = _CrossEntropySums.apply(logits, top, index, share, smoothed)
-    return found
 
-
-class _CrossEntropySums(NoneGradFunction):
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        top: torch.Tensor,
-        index: torch.Tensor,
-        share: torch.Tensor | None,
-        smoothed: bool,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, logits: Tensor, top: Tensor, index: Tensor, share: Tensor | None, smoothed: bool) -> Tensor:
         ctx.save_for_backward(logits, top, index, share)
         ctx.smoothed = smoothed
         sums = top.new_empty(2 + smoothed, *index.shape)
@@ -54,7 +42,7 @@ class _CrossEntropySums(NoneGradFunction):
         return sums
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         logits, top, index, share = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph
             sums = _class_sums(logits, top, index, share, ctx.smoothed)
@@ -65,24 +53,18 @@ class _CrossEntropySums(NoneGradFunction):
         return found, None, None, None, None
 
 
-def sliced_cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, smoothing: float
-) -> torch.Tensor:
-    """``F.cross_entropy`` per sample: unsharded logits [n, c, …], class indices [n, …]."""
-    found: torch.Tensor = _SlicedCrossEntropy.apply(logits, target, weight, ignore_index, smoothing)
-    return found
-
-
 class _SlicedCrossEntropy(NoneGradFunction):
+    """``F.cross_entropy`` per sample: unsharded logits [n, c, …], class indices [n, …]."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        logits: torch.Tensor,
-        target: torch.Tensor,
-        weight: torch.Tensor | None,
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
         ignore_index: int,
         smoothing: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         ctx.save_for_backward(logits, target, weight)
         ctx.options = ignore_index, smoothing
         losses = upcast(logits.new_empty(target.shape))
@@ -91,7 +73,7 @@ class _SlicedCrossEntropy(NoneGradFunction):
         return losses
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         logits, target, weight = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph
             losses = _loss_per_row(logits, target, weight, *ctx.options)
@@ -106,13 +88,11 @@ class _SlicedCrossEntropy(NoneGradFunction):
         return found, None, None, None, None
 
 
-def _loss_per_row(
-    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, smoothing: float
-) -> torch.Tensor:
+def _loss_per_row(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float) -> Tensor:
     return upcast(F.cross_entropy(logits, target, weight, None, ignore_index, None, "none", smoothing))
 
 
-def _row_slices(logits: torch.Tensor) -> Iterator[Any]:
+def _row_slices(logits: Tensor) -> Iterator[Any]:
     """Slices of rows; on meta tensors the first only, which takes as much memory as others."""
     if logits.dim() == 1:
         yield ...
@@ -123,10 +103,8 @@ def _row_slices(logits: torch.Tensor) -> Iterator[Any]:
     yield from (slice(start, start + step) for start in range(0, min(count, step) if logits.is_meta else count, step))
 
 
-def _class_sums(
-    logits: torch.Tensor, top: torch.Tensor, index: torch.Tensor, share: torch.Tensor | None, smoothed: bool
-) -> torch.Tensor:
-    x, dim = upcast(logits) - top, _class_dim(logits)
+def _class_sums(logits: Tensor, top: Tensor, index: Tensor, share: Tensor | None, smoothed: bool) -> Tensor:
+    x, dim = upcast(logits) - top, min(logits.dim() - 1, 1)
     at, here = _local_class_index(index, x.shape[dim])
     picked = x.gather(dim, at).squeeze(dim) if x.shape[dim] else x.sum(dim)
     sums = [x.exp().sum(dim), picked.masked_fill(~here, 0)]
@@ -135,11 +113,9 @@ def _class_sums(
     return torch.stack(sums)
 
 
-def _logit_gradient(
-    logits: torch.Tensor, top: torch.Tensor, index: torch.Tensor, share: torch.Tensor | None, gradient: torch.Tensor
-) -> torch.Tensor:
+def _logit_gradient(logits: Tensor, top: Tensor, index: Tensor, share: Tensor | None, gradient: Tensor) -> Tensor:
     """Gradient of ``logits``, given those of the sums [2 or 3, n, …]."""
-    dim = _class_dim(logits)
+    dim = min(logits.dim() - 1, 1)
     exponentials, picked, *rest = (g.unsqueeze(dim) for g in gradient)
     found = (upcast(logits) - top).exp_().mul_(exponentials)
     if found.shape[dim]:
@@ -151,18 +127,13 @@ def _logit_gradient(
     return found
 
 
-def _class_dim(logits: torch.Tensor) -> int:
-    """The dim of the classes."""
-    return min(logits.dim() - 1, 1)
-
-
-def _local_class_index(index: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _local_class_index(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """(``index`` with a class dim, 0 where it is outside ``size``; whether it is inside)."""
     here = (index >= 0) & (index < size)
     return index.where(here, 0).unsqueeze(min(index.dim(), 1)), here
 
 
-def broadcast_along(vector: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+def broadcast_along(vector: Tensor, dim: int, rank: int) -> Tensor:
     """``vector`` as a tensor of ``rank`` dims that varies along ``dim``."""
     return vector.view([-1 if d == dim else 1 for d in range(rank)])
 
@@ -173,10 +144,10 @@ torch.library.define(_NAME, f"(Tensor self, Tensor target, {_OPTIONS}) -> Tensor
 
 
 @torch.library.impl(_NAME, "CompositeImplicitAutograd")
-def _classes_last(self: torch.Tensor, target: torch.Tensor, *options: Any, **named: Any) -> torch.Tensor:
+def _classes_last(self: Tensor, target: Tensor, *options: Any, **named: Any) -> Tensor:
     """``aten.cross_entropy_loss`` of logits [..., c]; indices [...] or probabilities [..., c]."""
     rows = target.flatten() if target.dim() < self.dim() else target.flatten(0, -2)
-    found: torch.Tensor = aten.cross_entropy_loss(self.flatten(0, -2), rows, *options, **named)
+    found: Tensor = aten.cross_entropy_loss(self.flatten(0, -2), rows, *options, **named)
     return found.view(self.shape[:-1]) if found.dim() else found
 
 
@@ -184,9 +155,9 @@ cross_entropy_op = torch.ops.autoshard.cross_entropy_loss.default
 
 
 def cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -194,8 +165,8 @@ def cross_entropy(
     classes: int | None = None,
     class_axes: Axes = (),
     batch_axes: Axes = (),
-    counted: torch.Tensor | int | None = None,
-) -> torch.Tensor:
+    counted: Tensor | int | None = None,
+) -> Tensor:
     """``F.cross_entropy`` of logits [n, c, ...] or [c], never gathered.
 
     Classes are sharded by ``class_axes``, samples by ``batch_axes``. ``target``: class indices [n,
@@ -213,7 +184,7 @@ def cross_entropy(
         if class_axes:
             loss = _vocab_parallel_loss(logits, target, *options, classes, class_axes)
         else:
-            loss = sliced_cross_entropy(logits, target, *options)
+            loss = _SlicedCrossEntropy.apply(logits, target, *options)
         loss = loss if reduction == "none" else loss.sum()
     else:
         summed = "none" if reduction == "none" else "sum"
@@ -222,17 +193,17 @@ def cross_entropy(
 
 
 def nll_loss(
-    log_probabilities: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
+    log_probabilities: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
     *,
     classes: int | None = None,
     class_axes: Axes = (),
     batch_axes: Axes = (),
-    counted: torch.Tensor | int | None = None,
-) -> torch.Tensor:
+    counted: Tensor | int | None = None,
+) -> Tensor:
     """``F.nll_loss`` of [n, c, ...] or [c], sharded as :func:`cross_entropy`; P on class axes."""
     mean = reduction == "mean"
     count = _begin_mean_divisor(log_probabilities, target, weight, ignore_index, batch_axes, counted) if mean else None
@@ -252,14 +223,14 @@ def nll_loss(
 
 
 def _vocab_parallel_loss(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
     ignore_index: int,
     smoothing: float,
     classes: int,
     axes: Axes,
-) -> torch.Tensor:
+) -> Tensor:
     """Cross entropy per sample. With shifted logits x: loss = Σ_c p_c·w_c·(log Σ exp x - x_c)."""
     dim = min(logits.dim() - 1, 1)
     top = upcast(sharded_maximum(logits, dim, axes))
@@ -273,7 +244,7 @@ def _vocab_parallel_loss(
         exponentials, total, dot = reduce_statistic(sums, axes).unbind()
         return exponentials.log() * total - dot
     check_range(target, classes, ignored=ignore_index)
-    sums = cross_entropy_sums(logits, top, target - start, share, bool(smoothing))
+    sums = _CrossEntropySums.apply(logits, top, target - start, share, bool(smoothing))
     exponentials, picked, *rest = reduce_statistic(sums, axes).unbind()
     log_sum = exponentials.log()
     valid = target != ignore_index
@@ -286,7 +257,7 @@ def _vocab_parallel_loss(
     return loss.masked_fill(~valid, 0)
 
 
-def _picked_logit(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+def _picked_logit(x: Tensor, dim: int, index: Tensor) -> Tensor:
     """``x`` at ``index`` along ``dim``; zero where another rank has that index."""
     if x.shape[dim] == 0:
         return x.sum(dim)  # zeros on the gradient path
@@ -294,20 +265,19 @@ def _picked_logit(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tenso
     return x.gather(dim, index.where(mine, 0).unsqueeze(dim)).squeeze(dim).masked_fill(~mine, 0)
 
 
-def _class_weights(weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _class_weights(weight: Tensor, index: Tensor) -> Tensor:
     """``weight[index]``, which reads an index without dims on the host."""
-    found: torch.Tensor = aten.index.Tensor(weight, [index])
-    return found
+    return aten.index.Tensor(weight, [index])
 
 
 def _begin_mean_divisor(
-    values: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
+    values: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
     ignore_index: int,
     axes: Axes,
-    everywhere: torch.Tensor | int | None,
-) -> Callable[[], torch.Tensor | int]:
+    everywhere: Tensor | int | None,
+) -> Callable[[], Tensor | int]:
     """Divisor of "mean": samples of all ranks that are not ignored, weighted by their class.
 
     Its all-reduce overlaps the loss. ``everywhere``, all targets or their number, needs none."""
@@ -325,32 +295,32 @@ def _begin_mean_divisor(
 
 @torch.library.custom_op("autoshard::ctc_loss", mutates_args=())
 def ctc_loss(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
     blank: int = 0,
     zero_infinity: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Loss per sample, [n] or []: log-probabilities [t, n, c] or [t, c]; targets [n, s] or flat."""
     return _ctc_loss_per_sample(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity).clone()
 
 
 def _ctc_loss_per_sample(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
     blank: int = 0,
     zero_infinity: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     if log_probs.ndim == 3 and not log_probs.shape[1]:  # no samples: torch refuses
         return log_probs.sum((0, 2))
     return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, "none", zero_infinity)
 
 
 @ctc_loss.register_fake
-def _fake_ctc_loss(log_probs: torch.Tensor, *others: Any) -> torch.Tensor:
+def _fake_ctc_loss(log_probs: Tensor, *others: Any) -> Tensor:
     return log_probs.new_empty(log_probs.shape[1:-1])
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import Tensor
 
 from autoshard.aten import aten
 from autoshard.errors import LayoutError
@@ -32,7 +33,7 @@ def shared(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     drawn = comm.shared(fn, args, kwargs)
     if isinstance(comm, TorchCommunicator):
         return drawn
-    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, drawn)
+    return torch.utils._pytree.tree_map_only(Tensor, torch.clone, drawn)
 
 
 def synchronised_rng(comm: Communicator) -> AbstractContextManager[None]:
@@ -47,14 +48,14 @@ def synchronised_rng(comm: Communicator) -> AbstractContextManager[None]:
 
 
 def dropout(
-    x: torch.Tensor,
+    x: Tensor,
     p: float,
     shape: Sequence[int],
     dims: Mapping[int, Axes],
     order: Sequence[int] = (),
     batch: int | None = None,
     again: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """``F.dropout(training=True)`` of the global tensor, on this rank's shard ``x``.
 
     ``shape``: global shape; ``dims``: the axes that shard each dim. The unsharded model drops the
@@ -72,16 +73,15 @@ def dropout(
         fill = partial(draw_dropout_noise, p=p, dtype=x.dtype, device=x.device)
         redraw = _redraw_in_backward(lambda: local_part(draw_micro_batch(fill, shape, order, batch), dims))
     scales = full_dropout_noise(x, p, shape, order, batch)
-    dropped: torch.Tensor = _DropoutFunction.apply(x, local_part(scales, dims), p, redraw)
-    return dropped
+    return _DropoutFunction.apply(x, local_part(scales, dims), p, redraw)
 
 
-def _redraw_in_backward(draw: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+def _redraw_in_backward(draw: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """``draw`` for the backward: with the generator states and the micro-batch of now."""
     comm = current()
     now, micro_batch = comm.random_states(), comm.micro_batch
 
-    def drawn_then() -> torch.Tensor:
+    def drawn_then() -> Tensor:
         before, entered = generator_states(), comm.micro_batch
         set_generator_states(now)
         comm.micro_batch = micro_batch
@@ -96,8 +96,8 @@ def _redraw_in_backward(draw: Callable[[], torch.Tensor]) -> Callable[[], torch.
 
 
 def full_dropout_noise(
-    x: torch.Tensor, p: float, shape: Sequence[int], order: Sequence[int] = (), batch: int | None = None
-) -> torch.Tensor:
+    x: Tensor, p: float, shape: Sequence[int], order: Sequence[int] = (), batch: int | None = None
+) -> Tensor:
     """Dropout factors of the full tensor of ``shape``; ``x``: for dtype and device."""
     return draw_micro_batch(
         lambda s: current().shared(draw_dropout_noise, (s, p, x.dtype, x.device), {}), shape, order, batch
@@ -108,26 +108,24 @@ class _DropoutFunction(NoneGradFunction):
     """``x * noise``; saves one byte per element, or nothing with ``redraw``."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, noise: torch.Tensor, p: float, redraw: Callable[[], torch.Tensor] | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, noise: Tensor, p: float, redraw: Callable[[], Tensor] | None) -> Tensor:
         if redraw is None:
             ctx.save_for_backward(noise != 0)
         ctx.p, ctx.redraw = p, redraw
         return x * noise
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         kept = ctx.saved_tensors[0] if ctx.redraw is None else ctx.redraw() != 0
         return gradient * dropout_scaled(kept.to(gradient.dtype), ctx.p), None, None, None
 
 
-def dropout_scaled(kept: torch.Tensor, p: float) -> torch.Tensor:
+def dropout_scaled(kept: Tensor, p: float) -> Tensor:
     """Dropout factors of ones where an element is kept, rounded like ATen's."""
     return kept.div_(1 - p) if kept.device.type == "cpu" else kept.mul_(1 / (1 - p))
 
 
-def draw_dropout_noise(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def draw_dropout_noise(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Dropout factors, drawn step by step like ATen's."""
     if device.type == "cpu":
         return dropout_scaled(torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p), p)
@@ -136,8 +134,8 @@ def draw_dropout_noise(shape: tuple[int, ...], p: float, dtype: torch.dtype, dev
 
 
 def draw_micro_batch(
-    draw: Callable[[tuple[int, ...]], torch.Tensor], shape: Sequence[int], order: Sequence[int], batch: int | None
-) -> torch.Tensor:
+    draw: Callable[[tuple[int, ...]], Tensor], shape: Sequence[int], order: Sequence[int], batch: int | None
+) -> Tensor:
     """What ``draw`` makes in memory order ``order``; with ``batch`` this micro-batch's slice."""
     index, count = current().micro_batch
     if batch is None or count == 1:
@@ -147,16 +145,14 @@ def draw_micro_batch(
     return in_memory_order(order, draw, whole).narrow(batch, index * length, length)
 
 
-def in_memory_order(
-    order: Sequence[int], draw: Callable[[tuple[int, ...]], torch.Tensor], shape: Sequence[int]
-) -> torch.Tensor:
+def in_memory_order(order: Sequence[int], draw: Callable[[tuple[int, ...]], Tensor], shape: Sequence[int]) -> Tensor:
     """What ``draw(shape)`` makes with dims in memory order ``order`` (empty: as numbered)."""
     if not order:
         return draw(tuple(shape))
     return draw(tuple(shape[d] for d in order)).permute([order.index(d) for d in range(len(order))])
 
 
-def local_part(x: torch.Tensor, dims: Mapping[int, Axes]) -> torch.Tensor:
+def local_part(x: Tensor, dims: Mapping[int, Axes]) -> Tensor:
     """This rank's shard of a global ``x``, copied: a view would keep all of ``x`` alive."""
     comm, cut = current(), x
     for dim, axes in dims.items():
@@ -166,13 +162,13 @@ def local_part(x: torch.Tensor, dims: Mapping[int, Axes]) -> torch.Tensor:
 
 def draw(
     op: str, *args: Any, dims: Mapping[int, Axes] | None = None, batch: int | None = None, **kwargs: Any
-) -> torch.Tensor:
+) -> Tensor:
     """This rank's shard of ``aten.op(*args)``: ``draw("rand", [8, 4], dims={0: "dp"})``.
 
     ``args`` have global shapes. ``dims``: the axes that shard each dim. ``batch``: the dim that
     micro-batches divide; each slices a draw for the full batch. Tensor arguments are replicated."""
-    args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
-    if not any(isinstance(a, torch.Tensor) for a in args):
+    args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
+    if not any(isinstance(a, Tensor) for a in args):
         kwargs.setdefault("device", device())
     found = shared(getattr(aten, op), *args, **kwargs)
     if batch is not None:
@@ -183,50 +179,49 @@ def draw(
 def draw_whole(op: str, *args: Any, **kwargs: Any) -> Any:
     """The results of ``op(*args)`` (``aten::rand``) on replicated arguments, drawn once for all."""
     namespace, _, name = op.partition("::")
-    whole = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+    whole = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
     return shared(getattr(getattr(torch.ops, namespace), name), *whole[0], **whole[1])
 
 
 def draw_like(
     op: str,
-    x: torch.Tensor,
+    x: Tensor,
     shape: Sequence[int],
     dims: Mapping[int, Axes],
     *args: Any,
     order: Sequence[int] = (),
     batch: int | None = None,
     **kwargs: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """This rank's shard of ``aten.op(t, *args)`` for a ``t`` of global ``shape`` with any values.
 
     ``x``: this rank's shard of ``t``, for dtype and device. ``dims``: the axes that shard each dim.
     ``order``: memory order of the dims of ``t``, which normal draws follow. ``batch``: see
     :func:`~autoshard.runtime.dropout`."""
 
-    def fill(shape: Sequence[int]) -> torch.Tensor:
+    def fill(shape: Sequence[int]) -> Tensor:
         empty = partial(torch.empty, dtype=x.dtype, device=x.device)
-        filled: torch.Tensor = getattr(aten, op)(in_memory_order(order, empty, shape), *args, **kwargs)
-        return filled
+        return getattr(aten, op)(in_memory_order(order, empty, shape), *args, **kwargs)
 
     return local_part(draw_micro_batch(lambda s: shared(fill, s), shape, (), batch), dims)
 
 
 def native_dropout(
-    x: torch.Tensor,
+    x: Tensor,
     p: float,
     shape: Sequence[int],
     dims: Mapping[int, Axes],
     order: Sequence[int] = (),
     batch: int | None = None,
     train: bool | None = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """``aten.native_dropout``: (result, kept mask). In training it draws for every ``p``.
 
     ``train=None`` trains, too, but torch's gradient is then the mask without the scale."""
     if train is False:
         return x, torch.ones_like(x, dtype=torch.bool)
 
-    def fill(shape: tuple[int, ...]) -> torch.Tensor:
+    def fill(shape: tuple[int, ...]) -> Tensor:
         return torch.native_dropout(torch.ones(shape, dtype=x.dtype, device=x.device), p, True)[1] != 0
 
     kept = local_part(draw_micro_batch(lambda s: shared(fill, s), shape, order, batch), dims)
@@ -237,7 +232,7 @@ def native_dropout(
 
 
 @torch.library.custom_op("autoshard::packed_noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def packed_noise(x: torch.Tensor, lengths: torch.Tensor, p: float) -> torch.Tensor:
+def packed_noise(x: Tensor, lengths: Tensor, p: float) -> Tensor:
     """Dropout factors of packed sequences ``x`` [steps, batch, features], longest first."""
     inside = torch.arange(x.shape[0], device=lengths.device)[:, None] < lengths
     whole = torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -248,7 +243,7 @@ def packed_noise(x: torch.Tensor, lengths: torch.Tensor, p: float) -> torch.Tens
 packed_noise.register_fake(lambda x, lengths, p: torch.empty_like(x, memory_format=torch.contiguous_format))
 
 
-def rrelu(x: torch.Tensor, lower: float, upper: float) -> tuple[torch.Tensor, torch.Tensor]:
+def rrelu(x: Tensor, lower: float, upper: float) -> tuple[Tensor, Tensor]:
     """``F.rrelu`` of a replicated ``x`` in training, and the slopes of its negative elements."""
     slopes = shared(aten.rrelu_with_noise_functional, x.detach(), torch.zeros_like(x), lower, upper, True)[1]
     return x * slopes, slopes

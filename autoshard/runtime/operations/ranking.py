@@ -10,15 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoshard.runtime.operations.collectives import all_gather, offset
 from autoshard.runtime.operations.random import draw_like
 from autoshard.runtime.transport.communicator import Axes, current
 
 
-def topk(
-    x: torch.Tensor, k: int, dim: int, size: int, axes: Axes, largest: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
+def topk(x: Tensor, k: int, dim: int, size: int, axes: Axes, largest: bool = True) -> tuple[Tensor, Tensor]:
     """``x.topk(k, dim, largest)``, sorted; ``dim`` (length ``size``) sharded by ``axes``: S → I.
 
     Of equal candidates the lower index comes first; torch promises no order."""
@@ -29,38 +28,34 @@ def topk(
     return values.narrow(dim, 0, k), places.gather(dim, order.narrow(dim, 0, k))
 
 
-def max_dim(
-    x: torch.Tensor, dim: int, size: int, axes: Axes, keepdim: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def max_dim(x: Tensor, dim: int, size: int, axes: Axes, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """``x.max(dim)``, values and first indices; ``dim`` (length ``size``) sharded: S(dim) → I."""
     return _sharded_max_or_min(torch.max, x, dim, size, axes, keepdim)
 
 
-def min_dim(
-    x: torch.Tensor, dim: int, size: int, axes: Axes, keepdim: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def min_dim(x: Tensor, dim: int, size: int, axes: Axes, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """``x.min(dim)`` as in :func:`max_dim`."""
     return _sharded_max_or_min(torch.min, x, dim, size, axes, keepdim)
 
 
-def argmax(x: torch.Tensor, dim: int, size: int, axes: Axes, keepdim: bool = False) -> torch.Tensor:
+def argmax(x: Tensor, dim: int, size: int, axes: Axes, keepdim: bool = False) -> Tensor:
     """``x.argmax(dim)``; ``dim`` of length ``size`` sharded by ``axes``: S(dim) → R."""
     return max_dim(x.detach(), dim, size, axes, keepdim)[1]
 
 
-def argmin(x: torch.Tensor, dim: int, size: int, axes: Axes, keepdim: bool = False) -> torch.Tensor:
+def argmin(x: Tensor, dim: int, size: int, axes: Axes, keepdim: bool = False) -> Tensor:
     """``x.argmin(dim)`` as in :func:`argmax`."""
     return min_dim(x.detach(), dim, size, axes, keepdim)[1]
 
 
 def multinomial(
-    x: torch.Tensor,
+    x: Tensor,
     count: int,
     shape: Sequence[int],
     dims: Mapping[int, Axes],
     order: Sequence[int] = (),
     batch: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """``torch.multinomial`` without replacement: ``count`` elements of each row of shard ``x``.
 
     ``shape``: global shape; ``dims``: the axes that shard each dim. As in eager, an element is
@@ -79,21 +74,19 @@ def multinomial(
     return places
 
 
-def flat_argmax(x: torch.Tensor, shape: Sequence[int], cuts: Sequence[tuple[int, Axes]], axes: Axes) -> torch.Tensor:
+def flat_argmax(x: Tensor, shape: Sequence[int], cuts: Sequence[tuple[int, Axes]], axes: Axes) -> Tensor:
     """``x.argmax()`` of global ``shape``; ``cuts``: (dim, axes) of sharded dims; ``axes``: all.
 
     Every rank must have elements."""
     return _sharded_flat_argmax(torch.max, x, shape, cuts, axes)
 
 
-def flat_argmin(x: torch.Tensor, shape: Sequence[int], cuts: Sequence[tuple[int, Axes]], axes: Axes) -> torch.Tensor:
+def flat_argmin(x: Tensor, shape: Sequence[int], cuts: Sequence[tuple[int, Axes]], axes: Axes) -> Tensor:
     """``x.argmin()`` as in :func:`flat_argmax`."""
     return _sharded_flat_argmax(torch.min, x, shape, cuts, axes)
 
 
-def _sharded_max_or_min(
-    best: Any, x: torch.Tensor, dim: int, size: int, axes: Axes, keepdim: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _sharded_max_or_min(best: Any, x: Tensor, dim: int, size: int, axes: Axes, keepdim: bool) -> tuple[Tensor, Tensor]:
     if x.shape[dim]:
         values, places = best(x, dim, keepdim=True)
     else:
@@ -104,9 +97,7 @@ def _sharded_max_or_min(
     return (values, places) if keepdim else (values.squeeze(dim), places.squeeze(dim))
 
 
-def _candidates(
-    values: torch.Tensor, places: torch.Tensor, most: int, dim: int, size: int, axes: Axes
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _candidates(values: Tensor, places: Tensor, most: int, dim: int, size: int, axes: Axes) -> tuple[Tensor, Tensor]:
     """All ranks' candidates (``most``, or all they have) in rank order, with global indices.
 
     Ranks with fewer send fillers, which are removed by position: no value could mark them."""
@@ -124,8 +115,8 @@ def _candidates(
 
 
 def _sharded_flat_argmax(
-    best: Any, x: torch.Tensor, shape: Sequence[int], cuts: Sequence[tuple[int, Axes]], axes: Axes
-) -> torch.Tensor:
+    best: Any, x: Tensor, shape: Sequence[int], cuts: Sequence[tuple[int, Axes]], axes: Axes
+) -> Tensor:
     """Among equal values the lowest flat index wins: ranks are not in the order of flat indices."""
     value, place = best(x.detach().flatten(), 0, keepdim=True)
     start = dict.fromkeys(range(len(shape)), 0) | {d: offset(shape[d], a) for d, a in cuts}

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from autoshard.runtime.operations.collectives import all_gather, enter, reduce_statistic
 from autoshard.runtime.transport.autograd import NoneGradFunction
 from autoshard.runtime.transport.communicator import Axes, current
 
 
-def softmax(x: torch.Tensor, dim: int, axes: Axes, dtype: torch.dtype | None = None) -> torch.Tensor:
+def softmax(x: Tensor, dim: int, axes: Axes, dtype: torch.dtype | None = None) -> Tensor:
     """``x.softmax(dim)`` with ``dim`` sharded by ``axes``: S(dim) → S(dim).
 
     Forward: all-reduce of maxima and of sums; backward: one all-reduce of the sums' gradient."""
@@ -27,19 +28,19 @@ def softmax(x: torch.Tensor, dim: int, axes: Axes, dtype: torch.dtype | None = N
     return (exponentials / sums).to(x.dtype if dtype is None else dtype)
 
 
-def log_softmax(x: torch.Tensor, dim: int, axes: Axes, dtype: torch.dtype | None = None) -> torch.Tensor:
+def log_softmax(x: Tensor, dim: int, axes: Axes, dtype: torch.dtype | None = None) -> Tensor:
     """``x.log_softmax(dim)`` with ``dim`` sharded by ``axes``; messages as in :func:`softmax`."""
     shifted, _, sums = _exponentials(x if dtype is None else x.to(dtype), dim, axes)
     return (shifted - sums.log()).to(x.dtype if dtype is None else dtype)
 
 
-def safe_softmax(x: torch.Tensor, dim: int, axes: Axes, dtype: torch.dtype | None = None) -> torch.Tensor:
+def safe_softmax(x: Tensor, dim: int, axes: Axes, dtype: torch.dtype | None = None) -> Tensor:
     """:func:`softmax` with zeros for rows of -inf only (attention with every key masked)."""
     _, exponentials, sums = _exponentials(x if dtype is None else x.to(dtype), dim, axes, safe=True)
     return (exponentials / sums.masked_fill(sums == 0, 1)).to(x.dtype if dtype is None else dtype)
 
 
-def sharded_maximum(x: torch.Tensor, dims: int | list[int], axes: Axes) -> torch.Tensor:
+def sharded_maximum(x: Tensor, dims: int | list[int], axes: Axes) -> Tensor:
     """Maxima over sharded dims, kept as dims of length 1; no gradient. Empty shards are -inf."""
     x = x.detach()
     dims = [dims] if isinstance(dims, int) else dims
@@ -48,14 +49,12 @@ def sharded_maximum(x: torch.Tensor, dims: int | list[int], axes: Axes) -> torch
     return reduce_statistic(top, axes, op="max")
 
 
-def upcast(x: torch.Tensor) -> torch.Tensor:
+def upcast(x: Tensor) -> Tensor:
     """``x`` upcast to float32 if it is half precision, which is too narrow to sum in."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _exponentials(
-    x: torch.Tensor, dim: int, axes: Axes, safe: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _exponentials(x: Tensor, dim: int, axes: Axes, safe: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """``x - max``, its exponentials, and their global sums (R: every rank's values use them)."""
     x = upcast(x)
     top = sharded_maximum(x, dim, axes)
@@ -70,8 +69,8 @@ ReducedDims = list[int]
 
 
 def logsumexp(
-    x: torch.Tensor, dims: ReducedDims, axes: Axes, keepdim: bool = False, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+    x: Tensor, dims: ReducedDims, axes: Axes, keepdim: bool = False, dtype: torch.dtype | None = None
+) -> Tensor:
     """``x.logsumexp(dims)``: maxima, then shifted sums; a rank may hold -inf alone."""
     x = x if dtype is None else x.to(dtype)
     values = upcast(x)
@@ -81,9 +80,7 @@ def logsumexp(
     return (result if keepdim else result.squeeze(dims)).to(x.dtype)
 
 
-def prod(
-    x: torch.Tensor, dims: ReducedDims, axes: Axes, keepdim: bool = False, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def prod(x: Tensor, dims: ReducedDims, axes: Axes, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
     """``x.prod(dim)``, or over all dims."""
     x = x if dtype is None else x.to(dtype)
     values = upcast(x)
@@ -91,24 +88,24 @@ def prod(
     return _gathered_results(mine, axes).prod(0).to(x.dtype)
 
 
-def any(x: torch.Tensor, dims: ReducedDims, axes: Axes, keepdim: bool = False) -> torch.Tensor:  # noqa: A001
+def any(x: Tensor, dims: ReducedDims, axes: Axes, keepdim: bool = False) -> Tensor:  # noqa: A001
     """``x.any(dims)``."""
     return _gathered_results(torch.any(x, dims, keepdim), axes).any(0)
 
 
-def all(x: torch.Tensor, dims: ReducedDims, axes: Axes, keepdim: bool = False) -> torch.Tensor:  # noqa: A001
+def all(x: Tensor, dims: ReducedDims, axes: Axes, keepdim: bool = False) -> Tensor:  # noqa: A001
     """``x.all(dims)``."""
     return _gathered_results(torch.all(x, dims, keepdim), axes).all(0)
 
 
 def vector_norm(
-    x: torch.Tensor,
+    x: Tensor,
     order: float,
     dims: ReducedDims,
     axes: Axes,
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """``torch.linalg.vector_norm(x, order, dims)``. No empty shards if ``order`` is inf or < 0."""
     x = x if dtype is None else x.to(dtype)
     if math.isinf(order):
@@ -117,7 +114,7 @@ def vector_norm(
     return (every.sum(0) if order in (0, 1) else torch.linalg.vector_norm(every, order, 0)).to(x.dtype.to_real())
 
 
-def amax(x: torch.Tensor, dims: ReducedDims, axes: Axes, keepdim: bool = False, nan: bool = False) -> torch.Tensor:
+def amax(x: Tensor, dims: ReducedDims, axes: Axes, keepdim: bool = False, nan: bool = False) -> Tensor:
     """``x.amax(dims)``; equal maxima share the gradient. No shard may be empty.
 
     If the maximum is NaN, all elements have gradient NaN; with ``nan`` NaN elements share it
@@ -125,19 +122,19 @@ def amax(x: torch.Tensor, dims: ReducedDims, axes: Axes, keepdim: bool = False, 
     return _sharded_amax_or_amin(x, dims, axes, keepdim, "amax", nan)
 
 
-def amin(x: torch.Tensor, dims: ReducedDims, axes: Axes, keepdim: bool = False, nan: bool = False) -> torch.Tensor:
+def amin(x: Tensor, dims: ReducedDims, axes: Axes, keepdim: bool = False, nan: bool = False) -> Tensor:
     """``x.amin(dims)`` as in :func:`amax`."""
     return _sharded_amax_or_amin(x, dims, axes, keepdim, "amin", nan)
 
 
-def aminmax(x: torch.Tensor, dims: ReducedDims, axes: Axes, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def aminmax(x: Tensor, dims: ReducedDims, axes: Axes, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """``x.aminmax()``: :func:`amin` and :func:`amax`."""
     return amin(x, dims, axes, keepdim), amax(x, dims, axes, keepdim)
 
 
 def var_mean(
-    x: torch.Tensor, dims: ReducedDims, count: int, axes: Axes, correction: float = 1, keepdim: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, dims: ReducedDims, count: int, axes: Axes, correction: float = 1, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
     """``torch.var_mean(x, dims)`` over ``count`` global elements: means first, then squares."""
     values = upcast(x)
     mean = reduce_statistic(values.sum(dims, keepdim=True), axes) / count
@@ -146,30 +143,26 @@ def var_mean(
     return tuple((t if keepdim else t.squeeze(dims)).to(x.dtype) for t in (var, mean))  # type: ignore[return-value]
 
 
-def var(
-    x: torch.Tensor, dims: ReducedDims, count: int, axes: Axes, correction: float = 1, keepdim: bool = False
-) -> torch.Tensor:
+def var(x: Tensor, dims: ReducedDims, count: int, axes: Axes, correction: float = 1, keepdim: bool = False) -> Tensor:
     """``x.var(dims)`` as in :func:`var_mean`."""
     return var_mean(x, dims, count, axes, correction, keepdim)[0]
 
 
 def std_mean(
-    x: torch.Tensor, dims: ReducedDims, count: int, axes: Axes, correction: float = 1, keepdim: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, dims: ReducedDims, count: int, axes: Axes, correction: float = 1, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
     """``torch.std_mean(x, dims)`` as in :func:`var_mean`. The gradient of a deviation of zero is zero."""
     var, mean = var_mean(upcast(x), dims, count, axes, correction, keepdim)
     moves = var != 0
     return torch.where(moves, var.where(moves, 1).sqrt(), 0).to(x.dtype), mean.to(x.dtype)
 
 
-def std(
-    x: torch.Tensor, dims: ReducedDims, count: int, axes: Axes, correction: float = 1, keepdim: bool = False
-) -> torch.Tensor:
+def std(x: Tensor, dims: ReducedDims, count: int, axes: Axes, correction: float = 1, keepdim: bool = False) -> Tensor:
     """``x.std(dims)`` as in :func:`std_mean`."""
     return std_mean(x, dims, count, axes, correction, keepdim)[0]
 
 
-def bincount(x: torch.Tensor, weights: torch.Tensor | None, minlength: int, axes: Axes) -> torch.Tensor:
+def bincount(x: Tensor, weights: Tensor | None, minlength: int, axes: Axes) -> Tensor:
     """``x.bincount(weights, minlength)`` of shards → P, as long as the global maximum needs."""
     longest = x.max().to(torch.int64) + 1 if x.numel() else torch.zeros((), dtype=torch.int64, device=x.device)
     longest = reduce_statistic(longest, axes, op="max")
@@ -179,14 +172,12 @@ def bincount(x: torch.Tensor, weights: torch.Tensor | None, minlength: int, axes
     return counts.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)  # ints if empty
 
 
-def _gathered_results(mine: torch.Tensor, axes: Axes) -> torch.Tensor:
+def _gathered_results(mine: Tensor, axes: Axes) -> Tensor:
     """All ranks' tensors, stacked along a new first dim."""
     return all_gather(mine.unsqueeze(0), 0, axes)
 
 
-def _sharded_amax_or_amin(
-    x: torch.Tensor, dims: ReducedDims, axes: Axes, keepdim: bool, op: str, nan: bool
-) -> torch.Tensor:
+def _sharded_amax_or_amin(x: Tensor, dims: ReducedDims, axes: Axes, keepdim: bool, op: str, nan: bool) -> Tensor:
     """Gathered, since an all-reduced maximum may lose NaN. Equal elements share the gradient."""
     reduce = torch.amax if op == "amax" else torch.amin
     best = reduce(_gathered_results(reduce(x.detach(), dims, keepdim=True), axes), 0)
@@ -194,7 +185,7 @@ def _sharded_amax_or_amin(
         same = x.detach() == best
         equal = upcast((same | (x.detach().isnan() & best.isnan()) if nan else same).to(x.dtype))
         share = equal / reduce_statistic(equal.sum(dims, keepdim=True), axes)
-        best = cast(torch.Tensor, _SharedGradient.apply(x, best, share.to(x.dtype)))
+        best = cast(Tensor, _SharedGradient.apply(x, best, share.to(x.dtype)))
     return best if keepdim else best.squeeze(dims)
 
 
@@ -202,49 +193,47 @@ class _SharedGradient(NoneGradFunction):
     """``best`` as a function of ``x``, whose elements have ``share`` of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, best: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, best: Tensor, share: Tensor) -> Tensor:
         ctx.save_for_backward(share)
         return best.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         (share,) = ctx.saved_tensors
         return gradient * share, None, None
 
 
-def cumsum(x: torch.Tensor, dim: int, axes: Axes, dtype: torch.dtype | None = None) -> torch.Tensor:
+def cumsum(x: Tensor, dim: int, axes: Axes, dtype: torch.dtype | None = None) -> Tensor:
     """``x.cumsum(dim)`` with ``dim`` sharded by ``axes``: S(dim) → S(dim)."""
     x = x if dtype is None else x.to(dtype)
     values = upcast(x)
     return _scan_after_totals(torch.cumsum, values, values.sum(dim, keepdim=True), dim, axes).to(x.dtype)
 
 
-def cumprod(x: torch.Tensor, dim: int, axes: Axes, dtype: torch.dtype | None = None) -> torch.Tensor:
+def cumprod(x: Tensor, dim: int, axes: Axes, dtype: torch.dtype | None = None) -> Tensor:
     """``x.cumprod(dim)`` with ``dim`` sharded by ``axes``: S(dim) → S(dim)."""
     x = x if dtype is None else x.to(dtype)
     values = upcast(x)
     return _scan_after_totals(torch.cumprod, values, values.prod(dim, keepdim=True), dim, axes).to(x.dtype)
 
 
-def logcumsumexp(x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
+def logcumsumexp(x: Tensor, dim: int, axes: Axes) -> Tensor:
     """``x.logcumsumexp(dim)`` with ``dim`` sharded by ``axes``: S(dim) → S(dim)."""
     values = upcast(x)
     return _scan_after_totals(torch.logcumsumexp, values, values.logsumexp(dim, keepdim=True), dim, axes).to(x.dtype)
 
 
-def cummax(x: torch.Tensor, dim: int, size: int, axes: Axes) -> tuple[torch.Tensor, torch.Tensor]:
+def cummax(x: Tensor, dim: int, size: int, axes: Axes) -> tuple[Tensor, Tensor]:
     """``x.cummax(dim)``, values and indices; ``dim`` (length ``size``) sharded: S(dim) → S(dim)."""
     return _sharded_cummax_or_cummin(torch.cummax, x, dim, size, axes)
 
 
-def cummin(x: torch.Tensor, dim: int, size: int, axes: Axes) -> tuple[torch.Tensor, torch.Tensor]:
+def cummin(x: Tensor, dim: int, size: int, axes: Axes) -> tuple[Tensor, Tensor]:
     """``x.cummin(dim)`` as in :func:`cummax`."""
     return _sharded_cummax_or_cummin(torch.cummin, x, dim, size, axes)
 
 
-def _scan_after_totals(
-    scan: Callable[[torch.Tensor, int], torch.Tensor], x: torch.Tensor, total: torch.Tensor, dim: int, axes: Axes
-) -> torch.Tensor:
+def _scan_after_totals(scan: Callable[[Tensor, int], Tensor], x: Tensor, total: Tensor, dim: int, axes: Axes) -> Tensor:
     """``scan`` of ``x`` [n along dim] after the totals [1 along dim] of the ranks before this one."""
     comm = current()
     earlier = comm.index(comm.active(axes))
@@ -253,12 +242,12 @@ def _scan_after_totals(
 
 
 def _sharded_cummax_or_cummin(
-    scan: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]],
-    x: torch.Tensor,
+    scan: Callable[[Tensor, int], tuple[Tensor, Tensor]],
+    x: Tensor,
     dim: int,
     size: int,
     axes: Axes,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The total of a rank is its last value, with its global index; empty shards have none."""
     comm = current()
     names = comm.active(axes)
@@ -267,7 +256,7 @@ def _sharded_cummax_or_cummin(
     places = steps.view([-1 if d == dim else 1 for d in range(x.dim())]).expand(x.shape)
     earlier = [r for r in range(comm.index(names)) if comm.chunks(size, names)[r][1]]
 
-    def before(last: torch.Tensor) -> torch.Tensor:
+    def before(last: Tensor) -> Tensor:
         gathered = all_gather(last, dim, axes, to="R")
         return gathered.index_select(dim, torch.tensor(earlier, dtype=torch.int64, device=x.device))
 
@@ -282,22 +271,20 @@ def _sharded_cummax_or_cummin(
 
 
 def layer_norm(
-    x: torch.Tensor,
+    x: Tensor,
     shape: Sequence[int],
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
     eps: float,
     axes: Axes,
-) -> torch.Tensor:
+) -> Tensor:
     """``F.layer_norm`` over last dims of global ``shape``, sharded like weight and bias."""
     dims = tuple(range(x.dim() - len(shape), x.dim()))
     normal, _, _ = _normalise(upcast(x), dims, math.prod(shape), eps, axes)
     return _affine(normal, weight, bias).to(x.dtype)
 
 
-def rms_norm(
-    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None, axes: Axes
-) -> torch.Tensor:
+def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None, axes: Axes) -> Tensor:
     """``F.rms_norm`` over the last dims of global ``shape``, sharded like weight by ``axes``."""
     values = upcast(x)
     dims = tuple(range(x.dim() - len(shape), x.dim()))
@@ -307,14 +294,14 @@ def rms_norm(
 
 
 def group_norm(
-    x: torch.Tensor,
+    x: Tensor,
     groups: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
     eps: float,
     count: int,
     axes: Axes,
-) -> torch.Tensor:
+) -> Tensor:
     """``F.group_norm`` of x [n, c, ...], positions sharded; ``count``: elements of a group."""
     grouped = upcast(x).reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
     normal, _, _ = _normalise(grouped, tuple(range(2, grouped.dim())), count, eps, axes)
@@ -322,16 +309,16 @@ def group_norm(
 
 
 def batch_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
     momentum: float,
     eps: float,
     count: int,
     axes: Axes,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """Training BatchNorm of x [n, c, ...] by global statistics; all dims but c may be sharded.
 
     ``count``: elements of a channel, globally. Returns (output, mean, rstd, new running mean, new
@@ -344,15 +331,15 @@ def batch_norm(
 
 
 def batch_norm_no_stats(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, count: int, axes: Axes
-) -> tuple[torch.Tensor, ...]:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, count: int, axes: Axes
+) -> tuple[Tensor, ...]:
     """:func:`batch_norm` without running statistics: (output, mean, rstd)."""
     return _batch_normalised(x, weight, bias, eps, count, axes)[:3]
 
 
 def _batch_normalised(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, count: int, axes: Axes
-) -> tuple[torch.Tensor, ...]:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, count: int, axes: Axes
+) -> tuple[Tensor, ...]:
     dims = (0, *range(2, x.dim()))
     normal, mean, var = _normalise(upcast(x), dims, count, eps, axes)
     output = _affine(normal, _channels(weight, x), _channels(bias, x)).to(x.dtype)
@@ -360,9 +347,7 @@ def _batch_normalised(
     return output, mean, (var + eps).rsqrt(), var
 
 
-def _normalise(
-    x: torch.Tensor, dims: tuple[int, ...], count: int, eps: float, axes: Axes
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _normalise(x: Tensor, dims: tuple[int, ...], count: int, eps: float, axes: Axes) -> tuple[Tensor, Tensor, Tensor]:
     """``(x - mean) / std`` by global mean and variance over ``dims`` (R: all ranks use them)."""
     mean = reduce_statistic(x.sum(dims, keepdim=True), axes, to="R") / count
     centred = x - mean
@@ -370,11 +355,11 @@ def _normalise(
     return centred * (var + eps).rsqrt(), mean, var
 
 
-def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
 
 
-def _channels(vector: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+def _channels(vector: Tensor | None, x: Tensor) -> Tensor | None:
     """A per-channel vector, reshaped to broadcast with x [n, c, ...]."""
     return None if vector is None else vector.view(-1, *(1,) * (x.dim() - 2))

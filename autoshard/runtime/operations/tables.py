@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from autoshard.runtime.operations.checks import check_range
 from autoshard.runtime.operations.embedding import ADDITIVE_MODES, embedding_bag_of_tables, has_fast_bag_gradient
@@ -26,9 +27,9 @@ from autoshard.runtime.transport.window import chunks
 class Bags(NamedTuple):
     """Look-ups in one table: ``indices`` [b, k] or [b], or flat with ``offsets`` of the bags."""
 
-    indices: torch.Tensor
-    offsets: torch.Tensor | None = None
-    weights: torch.Tensor | None = None
+    indices: Tensor
+    offsets: Tensor | None = None
+    weights: Tensor | None = None
     """of every index; only for sums"""
 
     @property
@@ -36,7 +37,7 @@ class Bags(NamedTuple):
         return len(self.indices if self.offsets is None else self.offsets)
 
     @property
-    def starts(self) -> torch.Tensor:
+    def starts(self) -> Tensor:
         """Where bags start among the flat indices."""
         if self.offsets is not None:
             return self.offsets
@@ -45,18 +46,18 @@ class Bags(NamedTuple):
 
 
 def table_wise(
-    tables: Sequence[torch.Tensor],
-    indices: Sequence[torch.Tensor],
+    tables: Sequence[Tensor],
+    indices: Sequence[Tensor],
     owners: Sequence[int],
     axes: Axes,
     mode: str = "sum",
     *,
-    offsets: Sequence[torch.Tensor | None] = (),
-    weights: Sequence[torch.Tensor | None] = (),
+    offsets: Sequence[Tensor | None] = (),
+    weights: Sequence[Tensor | None] = (),
     padding: Sequence[int | None] = (),
     sparse: bool = False,
     summed: bool = False,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """Per table [rows, d], on its owner and empty elsewhere: results [b/n S, d] of its bags.
 
     ``indices`` are replicated along ``axes``, and ``owners`` number the ranks. Results are sharded
@@ -91,8 +92,7 @@ def table_wise(
         ]
         goes = torch.cat([*(part[k].reshape(-1) for k in range(len(splits.sent)) for part in cut), *without])
     moved = comm.apply(Move("S", "S", names, 0, splits=splits), goes) if names else goes
-    results: tuple[torch.Tensor, ...] = _UnpackedTables.apply(moved, arrivals)  # type: ignore[no-untyped-call]
-    return results
+    return _UnpackedTables.apply(moved, arrivals)  # type: ignore[no-untyped-call]
 
 
 class LookupForm(NamedTuple):
@@ -107,7 +107,7 @@ class LookupForm(NamedTuple):
     padded: bool
 
 
-def _lookup_form(table: torch.Tensor, padding: int | None, bag: Bags) -> LookupForm:
+def _lookup_form(table: Tensor, padding: int | None, bag: Bags) -> LookupForm:
     shape = bag.indices.shape if bag.offsets is None else None
     padded = padding is not None and padding >= 0
     return LookupForm(table.shape[1], table.dtype, bag.number, shape, bag.weights is not None, padded)
@@ -128,7 +128,7 @@ class LookupGroup(NamedTuple):
         """Numbers of the tables that a rank owns."""
         return [i for i in self.numbers if owners[i] == rank]
 
-    def in_order(self, rows: torch.Tensor, bags: int, tables: int) -> torch.Tensor:
+    def in_order(self, rows: Tensor, bags: int, tables: int) -> Tensor:
         """Results ``rows`` as [bags, tables, d], or [tables, bags, d] unless ``by_row``."""
         return rows.view(*((bags, tables) if self.by_row else (tables, bags)), self.width)
 
@@ -172,10 +172,10 @@ def lookup_exchange(
 
 
 def _partial_results(
-    found: Sequence[torch.Tensor], order: Sequence[LookupGroup], owners: Sequence[int], me: int, bags: Sequence[Bags]
-) -> tuple[torch.Tensor, ...]:
+    found: Sequence[Tensor], order: Sequence[LookupGroup], owners: Sequence[int], me: int, bags: Sequence[Bags]
+) -> tuple[Tensor, ...]:
     """Look-ups as the result [b, d] of every table; zeros for tables of other owners."""
-    results: dict[int, torch.Tensor] = {}
+    results: dict[int, Tensor] = {}
     for group, out in zip(order, found, strict=True):
         weights = [bags[i].weights for i in group.numbers]
         joined = [x.reshape(-1)[:0].reshape(0, out.shape[1]) for x in weights if x is not None and x.requires_grad]
@@ -188,13 +188,13 @@ def _partial_results(
 
 
 def _look_up_group(
-    tables: Sequence[torch.Tensor],
+    tables: Sequence[Tensor],
     bags: Sequence[Bags],
     mode: str,
     padding: int | None,
     sparse: bool,
     group: LookupGroup,
-) -> torch.Tensor:
+) -> Tensor:
     """[local tables · b, d], in the group's order. ``tables``: also those without local rows."""
     here = [t for t in tables if t.shape[0]]
     if len(here) > 1 and not are_adjacent_in_memory(here):  # concatenation would copy all tables
@@ -209,7 +209,7 @@ def _look_up_group(
         indices = _fused_bag_indices([bag.indices for bag in bags], first, sizes)
         if has_fast_bag_gradient(here[0], indices, sparse):
             return embedding_bag_of_tables(indices, mode, -1 if padding is None else padding, *tables)
-    stacked: torch.Tensor = ConcatenatedView.apply(sparse, *tables)
+    stacked: Tensor = ConcatenatedView.apply(sparse, *tables)
     if not bags:
         return stacked[:0]
     if padding is not None and padding >= 0 and not jagged:
@@ -232,7 +232,7 @@ def _look_up_group(
     return F.embedding_bag(indices, stacked, offsets, per_sample_weights=joined, **form)
 
 
-def _fused_bag_indices(indices: Sequence[torch.Tensor], first: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+def _fused_bag_indices(indices: Sequence[Tensor], first: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """Indices [b, …] of tables of ``sizes`` rows, offset by ``first``: [b · tables, k]."""
     shape, length = indices[0].shape, math.prod(indices[0].shape[1:])
     if len(indices) > 1:
@@ -244,7 +244,7 @@ def _fused_bag_indices(indices: Sequence[torch.Tensor], first: Sequence[int], si
     return indices[0].reshape(shape[0], length)
 
 
-_REDUCE_BAG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+_REDUCE_BAG: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda rows: rows.sum(-2),
     "mean": lambda rows: rows.mean(-2),
     "max": lambda rows: rows.amax(-2),
@@ -255,13 +255,13 @@ class _UnpackedTables(torch.autograd.Function):
     """Arrived rows as each table's result; backward: gradients copied into the send buffer."""
 
     @staticmethod
-    def forward(ctx: Any, moved: torch.Tensor, arrivals: Sequence[LookupArrival]) -> Any:
+    def forward(ctx: Any, moved: Tensor, arrivals: Sequence[LookupArrival]) -> Any:
         ctx.arrivals, ctx.size = arrivals, moved.numel()
         ctx.set_materialize_grads(False)
         return unpack_tables(moved, arrivals)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         there = [(i, g) for i, g in enumerate(gradients) if g is not None]
         if not there:
             return None, None
@@ -281,18 +281,16 @@ class _UnpackedTables(torch.autograd.Function):
         return out, None
 
 
-def _arrived_blocks(
-    moved: torch.Tensor, arrivals: Sequence[LookupArrival]
-) -> Iterator[tuple[torch.Tensor, tuple[int, ...], int]]:
+def _arrived_blocks(moved: Tensor, arrivals: Sequence[LookupArrival]) -> Iterator[tuple[Tensor, tuple[int, ...], int]]:
     """(arrived block, table numbers, the dim along which tables are stacked)."""
     sizes = [a.size for a in arrivals]
     for part, (group, numbers, bags, _) in zip(moved.split(sizes), arrivals, strict=True):
         yield group.in_order(part, bags, len(numbers)), numbers, int(group.by_row)
 
 
-def unpack_tables(moved: torch.Tensor, arrivals: Sequence[LookupArrival]) -> tuple[torch.Tensor, ...]:
+def unpack_tables(moved: Tensor, arrivals: Sequence[LookupArrival]) -> tuple[Tensor, ...]:
     """The rows that arrived from each owner, as the result of every table."""
-    found: dict[int, torch.Tensor] = {}
+    found: dict[int, Tensor] = {}
     for block, numbers, dim in _arrived_blocks(moved, arrivals):
         found.update(zip(numbers, block.unbind(dim), strict=True))
     return tuple(found[i] for i in range(len(found)))

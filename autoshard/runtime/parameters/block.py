@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from autoshard.errors import LayoutError
 from autoshard.runtime.operations.collectives import UnshardedPlacement
@@ -41,7 +42,7 @@ from autoshard.runtime.transport.process_group import TorchCommunicator
 from autoshard.runtime.transport.profiling import with_module
 from autoshard.torch_private.autograd import current_backward, queue_callback
 
-PendingGather = Callable[[], list[torch.Tensor]]
+PendingGather = Callable[[], list[Tensor]]
 """waits for a gather and returns the gathered tensors"""
 
 
@@ -64,10 +65,10 @@ class Prefetcher:
         """whether :attr:`order` is complete"""
         self.at = 0
         self.under_way: dict[int, PendingGather] = {}
-        self.tensors: Mapping[str, torch.Tensor] = {}
+        self.tensors: Mapping[str, Tensor] = {}
 
     @contextlib.contextmanager
-    def forward(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    def forward(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Around a forward that reads ``tensors`` by name."""
         before, _prefetch_scope.ahead = _prefetch_scope.ahead, self
         self.tensors, self.at = tensors, 0
@@ -81,7 +82,7 @@ class Prefetcher:
             if not self.known:
                 self.order.clear()
 
-    def gather(self, bucket: FlatBucket, xs: Sequence[torch.Tensor], shared: bool) -> list[torch.Tensor]:
+    def gather(self, bucket: FlatBucket, xs: Sequence[Tensor], shared: bool) -> list[Tensor]:
         """The next bucket's tensors, gathered; begins the gathers after it."""
         if not self.known:
             names = {id(x): name for name, x in self.tensors.items()}
@@ -114,7 +115,7 @@ class _PrefetchScope(threading.local):
 _prefetch_scope = _PrefetchScope()
 
 
-def gather_prefetched(bucket: Bucket, xs: Sequence[torch.Tensor], phase: str, shared: bool) -> list[torch.Tensor]:
+def gather_prefetched(bucket: Bucket, xs: Sequence[Tensor], phase: str, shared: bool) -> list[Tensor]:
     """``bucket.forward(xs, phase)``, prefetched if enabled. ``shared``: among micro-batches."""
     if _prefetch_scope.ahead is None or phase != "forward" or not isinstance(bucket, FlatBucket) or not bucket.gathers:
         return bucket.forward(xs, phase)
@@ -131,7 +132,7 @@ Dtype = torch.dtype | None
 
 
 def enter_parameters(
-    tensors: Sequence[torch.Tensor], axes: Axes, *, dtype: Dtype = None, reduce_dtype: Dtype = None
+    tensors: Sequence[Tensor], axes: Axes, *, dtype: Dtype = None, reduce_dtype: Dtype = None
 ) -> BucketTensors:
     """I → R for the parameters of a block (data parallelism). Forward: identity.
 
@@ -157,7 +158,7 @@ def enter_parameters(
 
 
 def _enter_through_bucket(
-    comm: Communicator, moving: Sequence[torch.Tensor], names: tuple[str, ...], dtypes: Dtypes
+    comm: Communicator, moving: Sequence[Tensor], names: tuple[str, ...], dtypes: Dtypes
 ) -> BucketTensors:
     """``moving`` through a bucket, which later forwards of the same program reuse."""
     pending = getattr(moving[0].grad_fn, "pending", None)
@@ -186,14 +187,14 @@ def buckets_entering_early(pending: Gradients, alone: frozenset[int]) -> list[tu
 
 def enter_parameters_early(
     entering: Sequence[tuple[EnteringKey, FlatBucket]],
-    xs: Sequence[torch.Tensor],
+    xs: Sequence[Tensor],
     pending: Gradients,
-    begun: torch.Tensor,
-) -> dict[int, torch.Tensor]:
+    begun: Tensor,
+) -> dict[int, Tensor]:
     """Parameter number → tensor for the buckets ``entering``; ``xs``: all parameters.
 
     ``begun``: a tensor behind the node that comes last in the backward and takes ``pending``."""
-    found: dict[int, torch.Tensor] = {}
+    found: dict[int, Tensor] = {}
     for place, (key, bucket) in enumerate(entering):
         moved: BucketTensors = _EarlyEntryNode.apply(pending, bucket, key.numbers, [xs[n] for n in key.numbers], begun)
         node: Any = moved[0].grad_fn
@@ -208,7 +209,7 @@ RUN_FIRST_SEQUENCE_NR = 1 << 62
 
 
 def gather_parameters(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     dims: Sequence[int],
     axes: Axes,
     to: UnshardedPlacement = "R",
@@ -243,7 +244,7 @@ def gather_parameters(
     )
 
 
-def wait_gradients(*parameters: torch.Tensor) -> BucketTensors:
+def wait_gradients(*parameters: Tensor) -> BucketTensors:
     """The parameters unchanged, for all that follows; call once where the forward begins.
 
     Its backward comes last. It waits for the reductions and hands each parameter its gradient."""
@@ -256,13 +257,13 @@ def wait_gradients(*parameters: torch.Tensor) -> BucketTensors:
 
 class _WaitGradients(LeanFunction):
     @staticmethod
-    def forward(ctx: Any, pending: Gradients, *parameters: torch.Tensor) -> BucketTensors:
+    def forward(ctx: Any, pending: Gradients, *parameters: Tensor) -> BucketTensors:
         ctx.pending = pending
         ctx.set_materialize_grads(False)
         return tuple(p.view_as(p) for p in parameters)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         found = ctx.pending.finish(gradients)
         ctx.pending.wait()
         return None, *found
@@ -272,7 +273,7 @@ class _ParameterBucketNode(LeanFunction):
     """A bucket as one autograd node."""
 
     @staticmethod
-    def forward(ctx: Any, bucket: Bucket, zero: int, *xs: torch.Tensor) -> BucketTensors:
+    def forward(ctx: Any, bucket: Bucket, zero: int, *xs: Tensor) -> BucketTensors:
         ctx.bucket = bucket
         ctx.set_materialize_grads(False)
         trained = ctx.needs_input_grad[2:]
@@ -292,7 +293,7 @@ class _ParameterBucketNode(LeanFunction):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         wanted = ctx.needs_input_grad[2:]
         if ctx.sums is not None:
             ctx.sums.add(gradients)
@@ -326,8 +327,8 @@ class _EarlyEntryNode(LeanFunction):
         owner: Gradients,
         bucket: FlatBucket,
         numbers: Sequence[int],
-        xs: list[torch.Tensor],
-        begun: torch.Tensor,
+        xs: list[Tensor],
+        begun: Tensor,
     ) -> BucketTensors:
         ctx.owner, ctx.bucket, ctx.numbers, ctx.xs = owner, bucket, numbers, xs
         ctx.set_materialize_grads(False)
@@ -335,7 +336,7 @@ class _EarlyEntryNode(LeanFunction):
         return tuple(bucket.forward(xs, "forward"))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         pending, numbers = ctx.owner, ctx.numbers
         if torch.is_grad_enabled():  # create_graph: as differentiable nodes, nothing left in flight
             shapes = [(x.shape, x.dtype, x.device) for x in ctx.xs]
@@ -347,7 +348,7 @@ class _EarlyEntryNode(LeanFunction):
         return (None,) * 5
 
 
-def _bucket_forward(bucket: Bucket, xs: Sequence[torch.Tensor], zero: int) -> tuple[BucketTensors, SharedGather | None]:
+def _bucket_forward(bucket: Bucket, xs: Sequence[Tensor], zero: int) -> tuple[BucketTensors, SharedGather | None]:
     """(the bucket's output, the output shared by micro-batches if any)."""
     step, phase = bucket.first_rank.step, current().phase
     if zero == 3 or step is None:
@@ -358,7 +359,7 @@ def _bucket_forward(bucket: Bucket, xs: Sequence[torch.Tensor], zero: int) -> tu
     return tuple(x.detach() for x in shared.tensors), shared
 
 
-def _through_parameter_bucket(bucket: Bucket, xs: Sequence[torch.Tensor], zero: int = 3) -> BucketTensors:
+def _through_parameter_bucket(bucket: Bucket, xs: Sequence[Tensor], zero: int = 3) -> BucketTensors:
     if not torch.is_grad_enabled():
         return _bucket_forward(bucket, xs, zero)[0]
     if any(x.requires_grad for x in xs):
@@ -399,8 +400,8 @@ class _RegatherSource(RecomputeSource):
         super().__init__()
         self.bucket = bucket
         self.xs = [pack_saved(x) for x in xs]  # the input of a second gather is recomputed itself
-        self.full: list[torch.Tensor] | None = None
-        self.arriving: Callable[[], list[torch.Tensor]] | None = None
+        self.full: list[Tensor] | None = None
+        self.arriving: Callable[[], list[Tensor]] | None = None
         self.before, self.number, self.ahead = before, len(before), ahead
 
     def rematerialize(self) -> None:
@@ -414,7 +415,7 @@ class _RegatherSource(RecomputeSource):
             self._begin_others()
         self.full = arrive()
 
-    def given(self) -> list[torch.Tensor]:
+    def given(self) -> list[Tensor]:
         """The shards. Raises :class:`RuntimeMismatchError` if one was changed in place."""
         return [unpack_saved(x, "a sharded parameter") for x in self.xs]
 
@@ -431,7 +432,7 @@ class _RegatherSource(RecomputeSource):
             self.arriving()
             self.arriving = None
 
-    def value(self, number: int) -> torch.Tensor | None:
+    def value(self, number: int) -> Tensor | None:
         """Gathered tensor number ``number``."""
         return None if self.full is None else self.full[number]
 

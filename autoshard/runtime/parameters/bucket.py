@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.operations.stacked import stacked_view
@@ -25,8 +26,8 @@ from autoshard.runtime.transport.process_group import TorchCommunicator, all_gat
 from autoshard.runtime.transport.profiling import profiled, with_module
 from autoshard.torch_private.ops import flatten_dense_tensors, unflatten_dense_tensors
 
-BucketTensors = tuple[torch.Tensor, ...]
-MemberGradients = Sequence[torch.Tensor | None]
+BucketTensors = tuple[Tensor, ...]
+MemberGradients = Sequence[Tensor | None]
 BeginWork = Callable[[], Any]
 
 
@@ -72,7 +73,7 @@ class Bucket(ABC):
         return Move("P", "I", self.replicas, module=self.moves[0].module)
 
     @abstractmethod
-    def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
+    def forward(self, xs: Sequence[Tensor], phase: str) -> list[Tensor]:
         """Every tensor moved."""
 
     @abstractmethod
@@ -87,7 +88,7 @@ class Bucket(ABC):
     @abstractmethod
     def backward(
         self, gradients: MemberGradients, earlier: MemberGradients = (), keeps: bool = False
-    ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[BeginWork]]:
+    ) -> tuple[Sequence[Tensor | None], list[Any], list[BeginWork]]:
         """(gradients, perhaps still under way; works to wait for; works to begin later).
 
         A gradient that is None on every rank stays None and is not communicated. ``keeps``: without
@@ -95,7 +96,7 @@ class Bucket(ABC):
 
 
 def record_bucket(
-    comm: Communicator, moves: Sequence[Move], xs: Sequence[torch.Tensor], phase: str, dtype: torch.dtype | None = None
+    comm: Communicator, moves: Sequence[Move], xs: Sequence[Tensor], phase: str, dtype: torch.dtype | None = None
 ) -> None:
     """Log one collective for several tensors. ``dtype``: in which they are sent; default: their
     own."""
@@ -108,7 +109,7 @@ def record_bucket(
     comm.record(moves[0].kind, axes, phase, ring)
 
 
-def indices_by_dtype(xs: Sequence[torch.Tensor | None]) -> list[list[int]]:
+def indices_by_dtype(xs: Sequence[Tensor | None]) -> list[list[int]]:
     """Indices of tensors that are not None by dtype, in order of first appearance."""
     there = [i for i, x in enumerate(xs) if x is not None]
     if len({xs[i].dtype for i in there}) < 2:  # type: ignore[union-attr]
@@ -165,7 +166,7 @@ class FlatBucket(Bucket):
         """Whether its forward is an all-gather."""
         return self.moves[0].verb == "all_gather"
 
-    def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
+    def forward(self, xs: Sequence[Tensor], phase: str) -> list[Tensor]:
         out: list[Any] = list(xs)
         verb = self.moves[0].verb
         if verb == "enter" and self.dtypes.forward is None:
@@ -183,7 +184,7 @@ class FlatBucket(Bucket):
         return out
 
     @torch.no_grad()
-    def begin(self, xs: Sequence[torch.Tensor], phase: str) -> Callable[[], list[torch.Tensor]]:
+    def begin(self, xs: Sequence[Tensor], phase: str) -> Callable[[], list[Tensor]]:
         """Begin an all-gather of ``xs``; call the result once to wait for the gathered tensors."""
         begun = []
         for members in indices_by_dtype(xs):
@@ -192,7 +193,7 @@ class FlatBucket(Bucket):
             with profiled(self.comm, moves[0], phase, len(moves) if self.listed else 1):
                 begun.append((members, self._begin_gather(moves, parts, self.dtypes.forward or parts[0].dtype)))
 
-        def arrived() -> list[torch.Tensor]:
+        def arrived() -> list[Tensor]:
             out = list(xs)
             for members, arrive in begun:
                 for i, y in zip(members, arrive(), strict=True):
@@ -223,7 +224,7 @@ class FlatBucket(Bucket):
 
     def backward(
         self, gradients: MemberGradients, earlier: MemberGradients = (), keeps: bool = False
-    ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[BeginWork]]:
+    ) -> tuple[Sequence[Tensor | None], list[Any], list[BeginWork]]:
         """See :meth:`Bucket.backward`."""
         dtype = self.dtypes.backward
         if keeps and not self.replicas:
@@ -253,8 +254,8 @@ class FlatBucket(Bucket):
         return map_moves(self.moves, Move.backward)
 
     def _begin(
-        self, moves: list[Move], xs: list[torch.Tensor], phase: str, dtype: torch.dtype | None
-    ) -> tuple[torch.Tensor, Any | None, list[torch.Tensor]]:
+        self, moves: list[Move], xs: list[Tensor], phase: str, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Any | None, list[Tensor]]:
         """(flat buffer of ``dtype``, work that fills it, moved tensors: views of it)."""
         verb, dtype = moves[0].verb, dtype or xs[0].dtype
         if verb in LOCAL:
@@ -265,32 +266,32 @@ class FlatBucket(Bucket):
         with profiled(self.comm, moves[0], phase, len(moves) if self.listed else 1):
             if verb == "all_reduce":
                 buffer, moved = self._flat(xs, dtype)
-                return buffer, self._all_reduce(buffer, moves[0].axes), moved
+                return buffer, self.comm.all_reduce(self.comm.beside(moves[0].axes), buffer), moved
             if (one := self._as_one(moves, xs)) is not None:
                 buffer, work, moved = self._brought([_shifted_dims(moves[0])], [one], dtype)
                 return buffer, work, list(moved[0].unbind())
             return self._brought(moves, xs, dtype)
 
     def _brought(
-        self, moves: list[Move], xs: list[torch.Tensor], dtype: torch.dtype
-    ) -> tuple[torch.Tensor, Any | None, list[torch.Tensor]]:
+        self, moves: list[Move], xs: list[Tensor], dtype: torch.dtype
+    ) -> tuple[Tensor, Any | None, list[Tensor]]:
         if moves[0].verb == "reduce_scatter":
             return self._reduce_scatter(moves, xs, dtype)
         gathers = moves[0].verb == "all_gather"
         moved = self._begin_gather(moves, xs, dtype)() if gathers else self._all_to_all(moves, xs)
         return moved[0], None, moved
 
-    def _as_one(self, moves: list[Move], xs: list[torch.Tensor]) -> torch.Tensor | None:
+    def _as_one(self, moves: list[Move], xs: list[Tensor]) -> Tensor | None:
         """Activations with equal moves at equal distances in memory, stacked into one tensor."""
         alike = len(xs) > 1 and not self.listed and moves.count(moves[0]) == len(moves)
         return stacked_view(xs) if alike else None
 
-    def _announce(self, moves: list[Move], xs: list[torch.Tensor], phase: str, dtype: torch.dtype | None) -> None:
+    def _announce(self, moves: list[Move], xs: list[Tensor], phase: str, dtype: torch.dtype | None) -> None:
         record_bucket(self.comm, moves, xs, phase, dtype)
         self.comm.during(moves[0], phase)
 
     def _then_all_reduce(
-        self, before: Any | None, buffer: torch.Tensor, parts: list[torch.Tensor], earlier: MemberGradients
+        self, before: Any | None, buffer: Tensor, parts: list[Tensor], earlier: MemberGradients
     ) -> BeginWork:
         def begin() -> Any:
             if before is not None:
@@ -301,11 +302,11 @@ class FlatBucket(Bucket):
             record_bucket(self.comm, [self.last_move] * len(parts), parts, "backward")
             self.comm.during(self.last_move, "backward")
             with profiled(self.comm, self.last_move, "backward", len(parts)):
-                return self._all_reduce(buffer, self.replicas)
+                return self.comm.all_reduce(self.comm.beside(self.replicas), buffer)
 
         return begin
 
-    def _flat(self, xs: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _flat(self, xs: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         """``xs`` concatenated in a buffer, and the views of each."""
         shapes = tuple([x.shape for x in xs])
         kept = is_pooled(xs[0], shapes, dtype)
@@ -319,12 +320,7 @@ class FlatBucket(Bucket):
         torch.cat([x.reshape(-1) for x in xs], out=buffer)
         return buffer, parts
 
-    def _all_reduce(self, buffer: torch.Tensor, axes: tuple[str, ...]) -> Any:
-        return self.comm.all_reduce(self.comm.beside(axes), buffer)
-
-    def _begin_gather(
-        self, moves: list[Move], xs: list[torch.Tensor], dtype: torch.dtype
-    ) -> Callable[[], list[torch.Tensor]]:
+    def _begin_gather(self, moves: list[Move], xs: list[Tensor], dtype: torch.dtype) -> Callable[[], list[Tensor]]:
         group = self.comm.beside(moves[0].axes)
         rows = [self._shapes(moves, [x.shape for x in xs], k) for k in range(group.size)]
         row, alone = sum(numel(s) for s in rows[0]), self._alone(moves, rows, group, dtype, xs[0])
@@ -339,7 +335,7 @@ class FlatBucket(Bucket):
         out = mine.new_empty(group.size * row)
         work = self.comm.begin(group, all_gather_single, raw(out), raw(mine))
 
-        def arrive() -> list[torch.Tensor]:
+        def arrive() -> list[Tensor]:
             work.wait()
             if alone:
                 return buffer_views(out, [[moves[0].size, *rows[0][0][1:]]])
@@ -351,7 +347,7 @@ class FlatBucket(Bucket):
 
         return arrive
 
-    def _all_to_all(self, moves: list[Move], xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _all_to_all(self, moves: list[Move], xs: list[Tensor]) -> list[Tensor]:
         group = self.comm.process_group(moves[0].axes)
         members = range(group.size) if group.order is None else group.order
         cuts = [self.comm.chunks(m.to_size, m.axes) for m in moves]
@@ -365,14 +361,14 @@ class FlatBucket(Bucket):
         scale = 1 if raw(out) is out else out.element_size()
         theirs, ours = ([n * scale for n in counts] for counts in (receives, sends))
         self.comm.run(group, dist.all_to_all_single, raw(out), raw(buffer), theirs, ours)
-        by_index: list[list[torch.Tensor]] = [[] for _ in members]
+        by_index: list[list[Tensor]] = [[] for _ in members]
         for k, part, shapes in zip(members, torch.split(out, receives), received, strict=True):
             by_index[k] = buffer_views(part, shapes)
         return [torch.cat([pieces[i] for pieces in by_index], m.dim) for i, m in enumerate(moves)]
 
     def _reduce_scatter(
-        self, moves: list[Move], gradients: list[torch.Tensor], dtype: torch.dtype
-    ) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
+        self, moves: list[Move], gradients: list[Tensor], dtype: torch.dtype
+    ) -> tuple[Tensor, Any, list[Tensor]]:
         group = self.comm.beside(moves[0].axes)
         rows = [self._shapes(moves, [g.shape for g in gradients], k) for k in range(group.size)]
         row = sum(numel(s) for s in rows[0])
@@ -397,7 +393,7 @@ class FlatBucket(Bucket):
         work = self.comm.reduce_scatter(group, out, buffer)
         return out, work, buffer_views(out, rows[group.number])
 
-    def _alone(self, moves: list[Move], rows: list[list[list[int]]], group: Any, dtype: Any, x: torch.Tensor) -> bool:
+    def _alone(self, moves: list[Move], rows: list[list[list[int]]], group: Any, dtype: Any, x: Tensor) -> bool:
         """Whether it is one tensor whose chunks are contiguous: no copy is needed."""
         even = group.order is None and rows[0] == rows[-1]
         return even and len(moves) == 1 and moves[0].dim == 0 and x.dtype == dtype and x.is_contiguous()
@@ -413,7 +409,7 @@ def _shifted_dims(move: Move) -> Move:
     return move._replace(**{name: n + 1 for name in ("dim", "to_dim") if (n := getattr(move, name)) >= 0})
 
 
-def _views_like(buffer: torch.Tensor, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _views_like(buffer: Tensor, xs: list[Tensor]) -> list[Tensor]:
     """Consecutive views of ``buffer`` shaped as ``xs``; torch's call loses shapes of empty ones."""
     if 0 in [x.numel() for x in xs]:
         return buffer_views(buffer, [x.shape for x in xs])
@@ -440,7 +436,7 @@ class JointBucket(Bucket):
         """See :attr:`Bucket.home`."""
         return self.world.ranks[0]
 
-    def forward(self, xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
+    def forward(self, xs: Sequence[Tensor], phase: str) -> list[Tensor]:
         return [y for y in self._execute(self.moves, _cast_all(xs, self.dtypes.forward), phase) if y is not None]
 
     def of(self, moves: Sequence[Move], dtype: torch.dtype | None = None) -> Bucket:
@@ -449,7 +445,7 @@ class JointBucket(Bucket):
 
     def backward(
         self, gradients: MemberGradients, earlier: MemberGradients = (), keeps: bool = False
-    ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[BeginWork]]:
+    ) -> tuple[Sequence[Tensor | None], list[Any], list[BeginWork]]:
         """See :meth:`Bucket.backward`; nothing is under way afterwards.
 
         Gradients are unsharded here, so their sum is free: a deferred sum is only not logged."""
@@ -460,7 +456,7 @@ class JointBucket(Bucket):
         return out, [], []
 
     def _execute(self, moves: Sequence[Move], xs: MemberGradients, phase: str, waits: bool = False) -> MemberGradients:
-        out: list[torch.Tensor | None] = [None] * len(xs)
+        out: list[Tensor | None] = [None] * len(xs)
         first = self.world.ranks[0]
         if moves[0].verb not in LOCAL and not waits:
             for members in indices_by_dtype(xs[: self.count]):
@@ -473,7 +469,7 @@ class JointBucket(Bucket):
             self._carry_out(moves, xs, out)
         return out
 
-    def _carry_out(self, moves: Sequence[Move], xs: MemberGradients, out: list[torch.Tensor | None]) -> None:
+    def _carry_out(self, moves: Sequence[Move], xs: MemberGradients, out: list[Tensor | None]) -> None:
         for i in range(self.count):
             faces = range(i, len(xs), self.count)
             ours = [x for f in faces if (x := xs[f]) is not None]
@@ -485,8 +481,8 @@ class JointBucket(Bucket):
 def move_bucketed(
     what: str,
     moves: Sequence[Move],
-    xs: Sequence[torch.Tensor],
-    through: Callable[[Bucket, Sequence[torch.Tensor]], BucketTensors],
+    xs: Sequence[Tensor],
+    through: Callable[[Bucket, Sequence[Tensor]], BucketTensors],
     replicas: tuple[str, ...] = (),
     listed: bool = False,
     dtypes: Dtypes = OWN_DTYPES,
@@ -503,7 +499,7 @@ def move_bucketed(
         raise RuntimeMismatchError(f"{what}: unknown communicator {type(comm).__name__}")
     world = comm.world
 
-    def joint(values: list[tuple[Sequence[Move], Sequence[torch.Tensor]]]) -> list[BucketTensors]:
+    def joint(values: list[tuple[Sequence[Move], Sequence[Tensor]]]) -> list[BucketTensors]:
         bucket = JointBucket(world, [m for ms, _ in values for m in ms], replicas, listed, dtypes)
         out = through(bucket, [x for _, ys in values for x in ys])
         return [out[i * len(xs) : (i + 1) * len(xs)] for i in range(world.size)]

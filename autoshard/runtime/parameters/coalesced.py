@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoshard.runtime.operations.collectives import UnshardedPlacement
 from autoshard.runtime.parameters.bucket import Bucket, BucketTensors, JointBucket, move_bucketed
@@ -20,13 +21,13 @@ from autoshard.runtime.transport.move import Move
 OptionalLengths = Sequence[int | None] | None
 
 
-def enter_together(xs: Sequence[torch.Tensor], axes: Axes) -> BucketTensors:
+def enter_together(xs: Sequence[Tensor], axes: Axes) -> BucketTensors:
     """I → R. Forward: identity. Backward: one all-reduce."""
     names = current().active(axes)
     return _coalesced("enter_together", [Move("I", "R", names)] * len(xs), xs)
 
 
-def all_reduce_together(xs: Sequence[torch.Tensor], axes: Axes, to: UnshardedPlacement = "I") -> BucketTensors:
+def all_reduce_together(xs: Sequence[Tensor], axes: Axes, to: UnshardedPlacement = "I") -> BucketTensors:
     """P → I (backward: identity) or P → R (backward: one all-reduce)."""
     names = current().active(axes)
     if to == "R" or not names:
@@ -36,7 +37,7 @@ def all_reduce_together(xs: Sequence[torch.Tensor], axes: Axes, to: UnshardedPla
     return tuple(_AllReducedNode.apply(x, y) for x, y in zip(xs, sums, strict=True))
 
 
-def reduce_scatter_together(xs: Sequence[torch.Tensor], dims: Sequence[int], axes: Axes) -> BucketTensors:
+def reduce_scatter_together(xs: Sequence[Tensor], dims: Sequence[int], axes: Axes) -> BucketTensors:
     """P → S(dim). Backward: one all-gather."""
     names = current().active(axes)
     moves = [Move("P", "S", names, d, x.shape[d]) for x, d in zip(xs, dims, strict=True)]
@@ -44,7 +45,7 @@ def reduce_scatter_together(xs: Sequence[torch.Tensor], dims: Sequence[int], axe
 
 
 def all_gather_together(
-    xs: Sequence[torch.Tensor],
+    xs: Sequence[Tensor],
     dims: Sequence[int],
     axes: Axes,
     to: UnshardedPlacement = "I",
@@ -58,7 +59,7 @@ def all_gather_together(
 
 
 def all_to_all_together(
-    xs: Sequence[torch.Tensor], srcs: Sequence[int], dsts: Sequence[int], axes: Axes, sizes: OptionalLengths = None
+    xs: Sequence[Tensor], srcs: Sequence[int], dsts: Sequence[int], axes: Axes, sizes: OptionalLengths = None
 ) -> BucketTensors:
     """S(src) → S(dst). Backward: one all-to-all. ``sizes``: lengths of the dims ``srcs`` once gathered."""
     names = current().active(axes)
@@ -68,22 +69,21 @@ def all_to_all_together(
 
 
 def gathered_lengths(
-    xs: Sequence[torch.Tensor], dims: Sequence[int], axes: tuple[str, ...], sizes: OptionalLengths
+    xs: Sequence[Tensor], dims: Sequence[int], axes: tuple[str, ...], sizes: OptionalLengths
 ) -> list[int]:
     """``sizes``, or the global lengths of even shards: a rank may have no rows."""
     ranks, given = current().size_of(axes), sizes if sizes is not None else [None] * len(xs)
     return [x.shape[d] * ranks if n is None else n for x, d, n in zip(xs, dims, given, strict=True)]
 
 
-def _coalesced(what: str, moves: Sequence[Move], xs: Sequence[torch.Tensor]) -> BucketTensors:
+def _coalesced(what: str, moves: Sequence[Move], xs: Sequence[Tensor]) -> BucketTensors:
     return move_bucketed(what, moves, xs, _through_coalesced_bucket) if moves and moves[0].axes else tuple(xs)
 
 
-def _through_coalesced_bucket(bucket: Bucket, xs: Sequence[torch.Tensor], phase: str = "") -> BucketTensors:
+def _through_coalesced_bucket(bucket: Bucket, xs: Sequence[Tensor], phase: str = "") -> BucketTensors:
     phase = phase or current().phase
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        out: BucketTensors = _CoalescedNode.apply(bucket, phase, *xs)  # type: ignore[no-untyped-call]
-        return out
+        return _CoalescedNode.apply(bucket, phase, *xs)  # type: ignore[no-untyped-call]
     return tuple(bucket.forward(xs, phase))
 
 
@@ -91,7 +91,7 @@ class _CoalescedNode(torch.autograd.Function):
     """A bucket of activations as one autograd node; its backward is the dual bucket."""
 
     @staticmethod
-    def forward(ctx: Any, bucket: Bucket, phase: str, *xs: torch.Tensor) -> BucketTensors:
+    def forward(ctx: Any, bucket: Bucket, phase: str, *xs: Tensor) -> BucketTensors:
         ctx.bucket = bucket
         ctx.set_materialize_grads(False)
         out = tuple(bucket.forward(xs, phase))
@@ -100,22 +100,22 @@ class _CoalescedNode(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         return None, None, *bucket_gradients(ctx.bucket, gradients, ctx.needs_input_grad[2:], ctx.shapes)
 
 
 def bucket_gradients(
     bucket: Bucket,
-    gradients: Sequence[torch.Tensor | None],
+    gradients: Sequence[Tensor | None],
     wanted: Sequence[bool],
     shapes: Sequence[tuple[torch.Size, torch.dtype, torch.device]],
-) -> list[torch.Tensor | None]:
+) -> list[Tensor | None]:
     """Differentiable gradients of the tensors of ``bucket``; ``shapes``: of its results."""
     present = _participating(bucket, [w and g is not None for w, g in zip(wanted, gradients, strict=True)])
-    out: list[torch.Tensor | None] = [None] * len(gradients)
+    out: list[Tensor | None] = [None] * len(gradients)
     if present:
         given = ((gradients[i], *shapes[i]) for i in present)
-        moved: Sequence[torch.Tensor]
+        moved: Sequence[Tensor]
         moved = [torch.zeros(n, dtype=dtype, device=at) if g is None else g for g, n, dtype, at in given]
         for dual in bucket.duals(present):
             moved = _through_coalesced_bucket(dual, moved, "backward")
@@ -134,9 +134,9 @@ class _AllReducedNode(NoneGradFunction):
     """P → I, given the sum: one node per tensor, so that no gradient waits for another."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, total: Tensor) -> Tensor:
         return total.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient, None

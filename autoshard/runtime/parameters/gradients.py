@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from autoshard.runtime.parameters.bucket import BeginWork, Bucket, BucketKind, Dtypes, FlatBucket
 from autoshard.runtime.parameters.coalesced import bucket_gradients
@@ -25,7 +26,7 @@ ALL_REDUCE_BUCKET_BYTES = 25 * 2**20
 MAX_REDUCE_SCATTERS = 2
 """the most reduce-scatters of :data:`MIN_BUCKET_BYTES` bytes or more in flight; each holds full gradients"""
 
-Earlier = Callable[[Sequence[int], tuple[str, ...]], Mapping[int, torch.Tensor]]
+Earlier = Callable[[Sequence[int], tuple[str, ...]], Mapping[int, Tensor]]
 """(parameter numbers, axes) → by number its stored summand over these axes, which is handed over"""
 
 
@@ -64,14 +65,14 @@ class Gradients:
         self.whole: list[Any] = []
         """works that hold full gradients"""
         self.later: list[BeginWork] = []
-        self.parts: list[tuple[int, torch.Tensor, tuple[str, ...]]] = []
+        self.parts: list[tuple[int, Tensor, tuple[str, ...]]] = []
         """(parameter number, part of its gradient, axes over which it is a summand)"""
-        self.held: list[tuple[FlatBucket, Sequence[int], Sequence[torch.Tensor | None]]] = []
+        self.held: list[tuple[FlatBucket, Sequence[int], Sequence[Tensor | None]]] = []
         """small buckets that wait to be joined with the next"""
         self.summands: dict[int, tuple[str, ...]] = {}
         """after :meth:`finish`: parameter number → axes over which its gradient is a summand"""
 
-    def number(self, x: torch.Tensor) -> int:
+    def number(self, x: Tensor) -> int:
         """Parameter number of ``x``, a result of the node that comes last in the backward."""
         return x.output_nr if self.numbers is None else self.numbers[x.output_nr]
 
@@ -85,7 +86,7 @@ class Gradients:
         if isinstance(bucket, FlatBucket):
             self.expected[bucket.kind] += 1
 
-    def move(self, bucket: Bucket, numbers: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
+    def move(self, bucket: Bucket, numbers: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
         """Begin to move the ``gradients`` of parameters ``numbers`` back through ``bucket``.
 
         Small ones wait for the next of their kind, since each message has latency. The last of a
@@ -111,7 +112,7 @@ class Gradients:
             joint = buckets[0].joined(buckets)
             self._move(joint, [n for ns in numbers for n in ns], [g for gs in gradients for g in gs])
 
-    def _move(self, bucket: Bucket, numbers: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
+    def _move(self, bucket: Bucket, numbers: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
         kept = bucket.awaited if bucket.deferred else ()
         there = [n for n, g in zip(numbers, gradients, strict=True) if g is not None]
         found = self.earlier(there, bucket.awaited) if bucket.awaited and not kept else {}
@@ -127,7 +128,7 @@ class Gradients:
                 self.works.remove(first)
                 first.wait()
 
-    def finish(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def finish(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Every parameter's gradient: parts plus autograd's, in flight until :meth:`wait`.
 
         Autograd's come from uses outside of buckets. If a parameter has both, nothing is in
@@ -144,7 +145,7 @@ class Gradients:
         else:
             return alone
         self.wait()
-        parts: list[list[tuple[torch.Tensor, tuple[str, ...]]]] = [[] if g is None else [(g, ())] for g in gradients]
+        parts: list[list[tuple[Tensor, tuple[str, ...]]]] = [[] if g is None else [(g, ())] for g in gradients]
         for number, part, axes in arrived:
             parts[number].append((part, axes))
         return [self._sum(number, found) if found else None for number, found in enumerate(parts)]
@@ -155,11 +156,11 @@ class Gradients:
             work.wait()
         self.works, self.whole = [], []
 
-    def _sum_last(self, bucket: FlatBucket, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    def _sum_last(self, bucket: FlatBucket, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Begin the last sums; returns autograd's other gradients. create_graph: as nodes."""
         numbers, rest = self.last[0], list(gradients)
         given = [gradients[n] for n in numbers]
-        summed: Sequence[torch.Tensor | None] = [None] * len(given)
+        summed: Sequence[Tensor | None] = [None] * len(given)
         if torch.is_grad_enabled():
             like = (torch.empty(0) if g is None else g for g in given)
             summed = bucket_gradients(bucket, given, [True] * len(given), [(x.shape, x.dtype, x.device) for x in like])
@@ -169,7 +170,7 @@ class Gradients:
             rest[n] = g
         return rest
 
-    def _sum(self, number: int, parts: Sequence[tuple[torch.Tensor, tuple[str, ...]]]) -> torch.Tensor:
+    def _sum(self, number: int, parts: Sequence[tuple[Tensor, tuple[str, ...]]]) -> Tensor:
         if len(parts) == 1 and not parts[0][1]:
             return parts[0][0]
         axes = self.together(*(axes for _, axes in parts))
@@ -184,11 +185,11 @@ class Gradients:
         """The union of ``axes``, in mesh order."""
         return tuple(a for a in self.comm.mesh if any(a in names for names in axes))
 
-    def summand(self, x: torch.Tensor, over: tuple[str, ...], axes: tuple[str, ...]) -> torch.Tensor:
+    def summand(self, x: Tensor, over: tuple[str, ...], axes: tuple[str, ...]) -> Tensor:
         """A summand over ``over`` as one over ``axes``: the first rank along the others has it."""
         more = tuple(a for a in axes if a not in over)
         return x if not more or self.comm.index(more) == 0 else torch.zeros_like(x)
 
 
-def _gradient_bytes(gradients: Sequence[torch.Tensor | None]) -> int:
+def _gradient_bytes(gradients: Sequence[Tensor | None]) -> int:
     return sum([g.nbytes for g in gradients if g is not None])

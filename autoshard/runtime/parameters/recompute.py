@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoshard.errors import RuntimeMismatchError
@@ -48,14 +49,14 @@ class RecomputeSource(ABC):
         """Rematerialize all values."""
 
     @abstractmethod
-    def value(self, number: int) -> torch.Tensor | None:
+    def value(self, number: int) -> Tensor | None:
         """Value ``number`` if it exists now."""
 
     @abstractmethod
     def drop(self) -> None:
         """Free all values."""
 
-    def get(self, number: int) -> torch.Tensor:
+    def get(self, number: int) -> Tensor:
         """A value, rematerialized if needed; freed after the last use or at the backward's end."""
         found = self.value(number)
         if found is None:
@@ -91,10 +92,10 @@ class _RecomputedView(NamedTuple):
 class SavedTensor(NamedTuple):
     """A saved tensor, detached (its graph node would hold itself), with its version."""
 
-    tensor: torch.Tensor
+    tensor: Tensor
     version: int
 
-    def get(self, what: str = "") -> torch.Tensor:
+    def get(self, what: str = "") -> Tensor:
         """The tensor. Raises :class:`RuntimeMismatchError` if it changed; ``what``: its name."""
         if _version_of(self.tensor) != self.version:
             what = what or f"a tensor of shape {list(self.tensor.shape)} that the backward needs"
@@ -102,7 +103,7 @@ class SavedTensor(NamedTuple):
         return self.tensor
 
 
-def _version_of(x: torch.Tensor) -> int:
+def _version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
@@ -110,18 +111,18 @@ _recomputable_storages: dict[int, tuple[StorageWeakRef, RecomputeSource, int, to
 """Recomputable storages by address. The weak reference keeps the address from being reused."""
 
 
-def mark_recomputable(value: torch.Tensor, source: RecomputeSource, number: int) -> None:
+def mark_recomputable(value: Tensor, source: RecomputeSource, number: int) -> None:
     """From now on autograd packs tensors in the storage of ``value`` as places in ``source``."""
     storage = value.untyped_storage()
     _recomputable_storages[storage._cdata] = (StorageWeakRef(storage), source, number, value.dtype)
 
 
-_saved_observers: dict[int, Callable[[torch.Tensor], object]] = {}
+_saved_observers: dict[int, Callable[[Tensor], object]] = {}
 """by thread"""
 
 
 @contextlib.contextmanager
-def observing_saved_tensors(tell: Callable[[torch.Tensor], object]) -> Iterator[None]:
+def observing_saved_tensors(tell: Callable[[Tensor], object]) -> Iterator[None]:
     """Inside, call ``tell`` with each tensor that this thread saves for the backward.
 
     Saved-tensor hooks outside of those here do not see them."""
@@ -133,7 +134,7 @@ def observing_saved_tensors(tell: Callable[[torch.Tensor], object]) -> Iterator[
         del _saved_observers[here]
 
 
-def pack_saved(x: torch.Tensor) -> SavedTensor | _RecomputedView:
+def pack_saved(x: Tensor) -> SavedTensor | _RecomputedView:
     """The pack hook for saved tensors."""
     entry = _recomputable_storages.get(storage_id(x))
     if entry is None or x.dtype != entry[3]:
@@ -145,7 +146,7 @@ def pack_saved(x: torch.Tensor) -> SavedTensor | _RecomputedView:
     return _RecomputedView(source, number, x.shape, x.stride(), int(x.storage_offset()))
 
 
-def unpack_saved(x: SavedTensor | _RecomputedView, what: str = "") -> torch.Tensor:
+def unpack_saved(x: SavedTensor | _RecomputedView, what: str = "") -> Tensor:
     """The unpack hook of :func:`pack_saved`. ``what``: name of the tensor in errors."""
     if isinstance(x, SavedTensor):
         return x.get(what)
@@ -182,7 +183,7 @@ def recompute(part: Callable[..., Any], *inputs: Any, draws: bool = False) -> An
     it draws random numbers; then it draws the same again. Its collectives run again in the same
     order on every rank, except sums inside operations
     (:func:`~autoshard.runtime.operations.collectives.reduce_statistic`), which are saved."""
-    if not torch.is_grad_enabled() or not any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
+    if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         return part(*inputs)
     comm = current()
     run = _RankForward(part, inputs, comm.random_states() if draws else None)
@@ -199,9 +200,7 @@ def recompute(part: Callable[..., Any], *inputs: Any, draws: bool = False) -> An
 
 
 @contextlib.contextmanager
-def _statistics_through(
-    comm: Communicator, how: Callable[[torch.Tensor, ReduceStatistic], torch.Tensor]
-) -> Iterator[None]:
+def _statistics_through(comm: Communicator, how: Callable[[Tensor, ReduceStatistic], Tensor]) -> Iterator[None]:
     comm.sums = how
     try:
         yield
@@ -212,30 +211,30 @@ def _statistics_through(
 class _RankForward:
     """One rank's run of a part. ``values``: what autograd saved, by number; ``~n``: output n."""
 
-    def __init__(self, part: Callable[..., Any], inputs: Sequence[Any], states: list[torch.Tensor] | None) -> None:
+    def __init__(self, part: Callable[..., Any], inputs: Sequence[Any], states: list[Tensor] | None) -> None:
         self.part, self.states, self.saved = part, states, 0
         self.micro_batch = current().micro_batch
-        self.flags = [isinstance(x, torch.Tensor) and x.requires_grad for x in inputs]
-        self.own = {storage_id(x) for x in inputs if isinstance(x, torch.Tensor)}
+        self.flags = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
+        self.own = {storage_id(x) for x in inputs if isinstance(x, Tensor)}
         # Inputs that are recomputed themselves are packed as places.
-        self.inputs = [pack_saved(x) if isinstance(x, torch.Tensor) else x for x in inputs]
-        self.values: dict[int, torch.Tensor] = {}
+        self.inputs = [pack_saved(x) if isinstance(x, Tensor) else x for x in inputs]
+        self.values: dict[int, Tensor] = {}
         self.asked: Counter[int] = Counter()
         """output → number of saved places in it outside"""
         self.left: Counter[int] = Counter()
         self.sums: list[SavedTensor | _RecomputedView] = []
 
-    def sum(self, x: torch.Tensor, reduce: ReduceStatistic) -> torch.Tensor:
+    def sum(self, x: Tensor, reduce: ReduceStatistic) -> Tensor:
         """``reduce(x)`` inside an operation; saved, since it is small."""
         found = reduce(x)
         self.sums.append(pack_saved(found.detach().clone()))
         return found
 
-    def summed(self) -> Callable[[torch.Tensor, ReduceStatistic], torch.Tensor]:
+    def summed(self) -> Callable[[Tensor, ReduceStatistic], Tensor]:
         """Replays those sums in order; none needs a gradient."""
         left = iter(self.sums)
 
-        def sum_(x: torch.Tensor, reduce: ReduceStatistic) -> torch.Tensor:
+        def sum_(x: Tensor, reduce: ReduceStatistic) -> Tensor:
             return unpack_saved(next(left)).clone().requires_grad_(x.requires_grad and torch.is_grad_enabled())
 
         return sum_
@@ -247,12 +246,12 @@ class _RankForward:
 
     def repeat(self, *inputs: Any) -> None:
         """Run the part again and collect what autograd saves."""
-        made: dict[int, torch.Tensor] = {}
+        made: dict[int, Tensor] = {}
         pairs = zip(inputs, self.flags, strict=True)
-        fresh = [x.detach().requires_grad_(f) if isinstance(x, torch.Tensor) else x for x, f in pairs]
-        own = {storage_id(x) for x in fresh if isinstance(x, torch.Tensor)}
+        fresh = [x.detach().requires_grad_(f) if isinstance(x, Tensor) else x for x, f in pairs]
+        own = {storage_id(x) for x in fresh if isinstance(x, Tensor)}
 
-        def note(x: torch.Tensor) -> None:
+        def note(x: Tensor) -> None:
             if storage_id(x) not in own:
                 made[len(made)] = x.detach()
 
@@ -286,7 +285,7 @@ class _RecomputedPart(RecomputeSource):
         self.comm, self.run, self.thread = comm, run, threading.get_ident()
         self.runs: Sequence[_RankForward] = ()
 
-    def keep(self, x: torch.Tensor) -> SavedTensor | _RecomputedView:
+    def keep(self, x: Tensor) -> SavedTensor | _RecomputedView:
         """The pack hook inside the part: inputs as they are, all else as a number."""
         if storage_id(x) in self.run.own:
             return pack_saved(x)
@@ -298,7 +297,7 @@ class _RecomputedPart(RecomputeSource):
         super().asked(number)
         self.run.asked[number] += 1
 
-    def value(self, number: int) -> torch.Tensor | None:
+    def value(self, number: int) -> Tensor | None:
         """See :meth:`Source.value`: an output is freed after all its uses, others after one."""
         values, left = self.run.values, self.run.left
         left[number] -= 1
@@ -323,5 +322,5 @@ class _RecomputedPart(RecomputeSource):
                 set_generator_states(before)
 
 
-def _refuse_unpack(x: Any) -> torch.Tensor:
+def _refuse_unpack(x: Any) -> Tensor:
     raise RuntimeMismatchError("the backward of a recomputed part was called")

@@ -58,8 +58,7 @@ def conv(
 
     def gradient(number: int, dy: Tensor, x: Tensor, w: Tensor) -> Tensor:
         wanted = [number == 0, number == 1, False]
-        found: Tensor = aten.convolution_backward.default(dy, x, w, None, *rest, wanted)[number]
-        return found
+        return aten.convolution_backward.default(dy, x, w, None, *rest, wanted)[number]
 
     product = _SplitProduct(
         lambda x, w, b: aten.convolution.default(x, w, b, *rest),
@@ -96,8 +95,7 @@ def _split_product(product: _SplitProduct, x: Tensor, weight: Tensor, bias: Tens
     # If the operand needs no gradient, the result needs one for the weight.
     reached = None if x.requires_grad else torch.empty(0, requires_grad=True)
     values = weight.detach(), None if bias is None else bias.detach()
-    out: Tensor = _OperandGradient.apply(product, put, reached, x, *values)
-    return out
+    return _OperandGradient.apply(product, put, reached, x, *values)
 
 
 class _OperandGradient(NoneGradFunction):

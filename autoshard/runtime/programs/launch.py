@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard.errors import MeshError, PlanError
 from autoshard.runtime.operations.random import synchronised_rng
@@ -34,7 +34,7 @@ from autoshard.runtime.transport.process_group import TorchCommunicator
 from autoshard.runtime.transport.profiling import name_lines
 from autoshard.runtime.transport.torch_state import generator_states, set_generator_states
 
-GlobalInputs = Mapping[str, torch.Tensor]
+GlobalInputs = Mapping[str, Tensor]
 
 
 @contextlib.contextmanager
@@ -132,7 +132,7 @@ class SavedRank:
         path = folder / f"rank{rank}.safetensors"
         if not path.exists():
             raise PlanError(f"{path} is missing: save the module again with sharded.save({str(folder)!r})")
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
         with as_plan_error(path), safe_open(str(path), framework="pt", device=str(device)) as shards:
             metadata = shards.metadata() or {}
             trained = set(json.loads(metadata.get("trained", "[]")))
@@ -147,12 +147,12 @@ class SavedRank:
         described = folder / "inputs.json"
         with as_plan_error(described):
             self.inputs = json.loads(described.read_text()) if described.exists() else {}
-        self.written: dict[str, torch.Tensor] = {}
+        self.written: dict[str, Tensor] = {}
         self.fresh = [*self.trained.values()]
         """parameters without a gradient so far: dense or sparse is unknown"""
         self.optimizers: list[torch.optim.Optimizer] = []
 
-    def call(self, number: int, index: int, received: Sequence[torch.Tensor], inputs: GlobalInputs) -> tuple[Any, ...]:
+    def call(self, number: int, index: int, received: Sequence[Tensor], inputs: GlobalInputs) -> tuple[Any, ...]:
         """Outputs of stage ``number`` in micro-batch ``index``. ``inputs``: global."""
         stage, module = self.step.stages[number], self.modules[number]
         own = {name: self.tensors[name] for name in module.tensor_names}
@@ -163,7 +163,7 @@ class SavedRank:
         self.written |= {n: x.detach() for n, x in zip(stage.mutated, outputs[first:], strict=True)}
         return outputs[:first]
 
-    def _part(self, inputs: GlobalInputs, name: str, dim: int | None, index: int) -> torch.Tensor:
+    def _part(self, inputs: GlobalInputs, name: str, dim: int | None, index: int) -> Tensor:
         """This rank's shard of an input in a micro-batch."""
         x = inputs[name]
         if dim is not None:
@@ -256,7 +256,7 @@ def _in_process(classes: Sequence[type[RankModule]], folder: Path, options: argp
 
 
 def _through_stages(
-    world: World, step: SavedStep, held: Sequence[Sequence[SavedRank]], index: int, inputs: Mapping[str, torch.Tensor]
+    world: World, step: SavedStep, held: Sequence[Sequence[SavedRank]], index: int, inputs: Mapping[str, Tensor]
 ) -> list[Outputs]:
     """The last stage's outputs for a micro-batch, on every rank."""
     received: list[Outputs] = [()] * world.size
@@ -270,7 +270,7 @@ def _through_stages(
     return outputs
 
 
-def _add_tied_gradients(parameters: Sequence[torch.Tensor]) -> None:
+def _add_tied_gradients(parameters: Sequence[Tensor]) -> None:
     """Sum the gradients of a parameter that several stages share."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if gradients:
@@ -336,7 +336,7 @@ def _distributed(
             _print_step(number, step, made)
 
 
-def _run_micro_batches(held: SavedRank, comm: TorchCommunicator, inputs: Mapping[str, torch.Tensor]) -> list[Outputs]:
+def _run_micro_batches(held: SavedRank, comm: TorchCommunicator, inputs: Mapping[str, Tensor]) -> list[Outputs]:
     """Outputs of all micro-batches of a step without stages."""
     drawn, made = comm.random_states(), list[Outputs]()
     for index in range(held.step.count):
@@ -352,10 +352,10 @@ def _run_micro_batches(held: SavedRank, comm: TorchCommunicator, inputs: Mapping
 def _run_stage(
     held: SavedRank,
     comm: TorchCommunicator,
-    inputs: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, Tensor],
     number: int,
     index: int,
-    received: Sequence[torch.Tensor],
+    received: Sequence[Tensor],
 ) -> Outputs:
     comm.enter(index, held.step.count, number)
     return held.call(number, index, received, inputs)
@@ -392,7 +392,7 @@ def _name_lines(classes: Sequence[type[RankModule]], file: Path) -> None:
             name_lines(kind, modules)
 
 
-def _global_inputs(step: SavedStep, folder: Path, given: Path | None) -> dict[str, torch.Tensor]:
+def _global_inputs(step: SavedStep, folder: Path, given: Path | None) -> dict[str, Tensor]:
     """The global inputs."""
     names = list(dict.fromkeys(a[0] for stage in step.stages for a in stage.arguments if not isinstance(a, int)))
     if given is not None:
@@ -409,7 +409,7 @@ def _global_inputs(step: SavedStep, folder: Path, given: Path | None) -> dict[st
         return {n: _random_input(described[n], generator) for n in names}
 
 
-def _random_input(described: Mapping[str, Any], generator: torch.Generator) -> torch.Tensor:
+def _random_input(described: Mapping[str, Any], generator: torch.Generator) -> Tensor:
     dtype, shape = getattr(torch, described["dtype"]), described["shape"]
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
@@ -421,14 +421,13 @@ def _random_input(described: Mapping[str, Any], generator: torch.Generator) -> t
     return found
 
 
-def _step_loss(step: SavedStep, outputs: Outputs) -> torch.Tensor | None:
+def _step_loss(step: SavedStep, outputs: Outputs) -> Tensor | None:
     """The output marked as the loss; else the first scalar."""
     if step.loss is not None:
-        loss: torch.Tensor = outputs[step.loss]
-        return loss
+        return outputs[step.loss]
     if step.count > 1:
         return None
-    return next((x for x in outputs if isinstance(x, torch.Tensor) and x.ndim == 0 and x.is_floating_point()), None)
+    return next((x for x in outputs if isinstance(x, Tensor) and x.ndim == 0 and x.is_floating_point()), None)
 
 
 def _print_step(number: int, step: SavedStep, made: Sequence[Outputs]) -> None:
@@ -437,5 +436,5 @@ def _print_step(number: int, step: SavedStep, made: Sequence[Outputs]) -> None:
     if losses:
         print(f"step {number}: loss {torch.stack(losses).sum().item():.6f}", flush=True)
         return
-    shapes = ", ".join(str(list(x.shape)) for x in made[0] if isinstance(x, torch.Tensor))
+    shapes = ", ".join(str(list(x.shape)) for x in made[0] if isinstance(x, Tensor))
     print(f"step {number}: outputs (local) {shapes}", flush=True)

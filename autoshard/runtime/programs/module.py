@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.parameters.block import Prefetcher, regather
@@ -110,11 +109,11 @@ class RankModule(Block):
         ):
             return super().__call__(*args, **kwargs)
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """The bound tensors of this rank."""
         return list(self._bound().values())
 
-    def _bound(self) -> dict[str, torch.Tensor]:
+    def _bound(self) -> dict[str, Tensor]:
         found = ((name, held[leaf]) for name, (held, leaf) in self._slots.items())
         return {name: x for name, x in found if x is not None}
 
@@ -123,7 +122,7 @@ class RankModule(Block):
         """Original names of all its parameters and buffers."""
         return tuple(self._slots)
 
-    def bind_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def bind_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Use these local tensors, by original name, from now on; they need not be leaves."""
         for name, (held, leaf) in self._slots.items():
             held[leaf] = tensors[name]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard.runtime.operations.checks import is_specialization_error
 from autoshard.runtime.transport import sparse_gradients, torch_state
@@ -39,13 +39,13 @@ class StageRanks:
         """Whether this rank runs ``stage``."""
         return self.runs(stage) == self.rank
 
-    def tell(self, stage: int, x: torch.Tensor, what: str) -> None:
+    def tell(self, stage: int, x: Tensor, what: str) -> None:
         """Broadcast ``x`` in place from the rank that runs ``stage``. Collective."""
         if x.numel() and self.ranks > 1:
             src = dist.get_global_rank(self.group, self.runs(stage))
             self._run(what, lambda: dist.broadcast(raw(x), src, group=self.group, async_op=True))
 
-    def add_up(self, x: torch.Tensor, stages: Sequence[int], what: str) -> None:
+    def add_up(self, x: Tensor, stages: Sequence[int], what: str) -> None:
         """Sum ``x`` in place over the ranks that run ``stages``; each calls it, in the same order.
 
         A subset of the ranks exchanges messages. Its own process group could deadlock: torch names
@@ -69,8 +69,8 @@ class StageRanks:
             x.copy_(total)
 
     def _of_each(
-        self, ranks: Sequence[int], x: torch.Tensor, what: str, lengths: Sequence[int] | None = None
-    ) -> list[torch.Tensor]:
+        self, ranks: Sequence[int], x: Tensor, what: str, lengths: Sequence[int] | None = None
+    ) -> list[Tensor]:
         """``x`` of each of ``ranks``, in point-to-point messages; each of them calls it.
 
         All have one shape, or ``lengths`` along dim 0."""
@@ -110,8 +110,8 @@ class StageRanks:
             work.wait()
 
 
-LocalTensors = list[torch.Tensor]
-RunStage = Callable[[int, int, LocalTensors], Sequence[torch.Tensor]]
+LocalTensors = list[Tensor]
+RunStage = Callable[[int, int, LocalTensors], Sequence[Tensor]]
 """(stage, micro-batch, received tensors) → outputs of its rank module"""
 
 
@@ -149,14 +149,14 @@ class Pipeline:
         self.last = len(form.messages) - 1
         self.made: dict[int, list[Sequence[Any]]] = {}
         """stage → per micro-batch the outputs of its rank module, without what it sent"""
-        self.state: torch.Tensor | None = None
+        self.state: Tensor | None = None
         """generator state where the first stage begins every micro-batch"""
-        self.end: torch.Tensor | None = None
+        self.end: Tensor | None = None
         """generator state where the last stage ended"""
         self.notes = along.notes
         self.failed: Exception | None = None
         """this rank's failure; it sends zeros from then on, so that no other rank waits for it"""
-        self.later: list[torch.Tensor] | None = [] if form.schedule == "zero_bubble" and self.training else None
+        self.later: list[Tensor] | None = [] if form.schedule == "zero_bubble" and self.training else None
         """scalars whose backward gives the weight gradients of the latest backward"""
         self.mine = [*filter(along.is_mine, range(self.last + 1))]
         self.modules = [_StageModule(partial(self._forward, number)) for number in self.mine]
@@ -178,7 +178,7 @@ class Pipeline:
         ]
         self.schedule = pipeline_schedule(form.schedule, made, self.count, along.ranks, training=self.training)
 
-    def step(self, notes: FailureNotes, leaves: LocalTensors, state: torch.Tensor | None) -> None:
+    def step(self, notes: FailureNotes, leaves: LocalTensors, state: Tensor | None) -> None:
         """Forward (and in training backward) of all micro-batches; ``made`` has the outputs.
 
         ``leaves``: trained parameters; ``state``: of the generators, in the first stage."""
@@ -217,7 +217,7 @@ class Pipeline:
         if not is_specialization_error(error):  # else the call is repeated, with another program
             self.notes.leave(error)  # ranks of the same stage may wait for this one
 
-    def _forward(self, number: int, received: Sequence[torch.Tensor], index: int) -> Any:
+    def _forward(self, number: int, received: Sequence[Tensor], index: int) -> Any:
         """The messages of a stage; for the last one its loss."""
         if self.failed is None:
             try:
@@ -230,7 +230,7 @@ class Pipeline:
             return zeros[0] if self.training else ()
         return (*zeros[:-1], packed_generator_states(self.device)) if self.draws else tuple(zeros)
 
-    def _sent_by(self, number: int, received: Sequence[torch.Tensor], index: int) -> Any:
+    def _sent_by(self, number: int, received: Sequence[Tensor], index: int) -> Any:
         if self.draws:
             if number:
                 *received, state = received
@@ -240,7 +240,7 @@ class Pipeline:
             torch_state.set_generator_states(unpacked_generator_states(state, self.device))
         results = self.run(number, index, self._taken(number, received))
         count = self.sent(number)  # what is sent lives only as long as its backward needs it
-        kept = (x.detach() if isinstance(x, torch.Tensor) else x for x in results[count:])
+        kept = (x.detach() if isinstance(x, Tensor) else x for x in results[count:])
         self.made[number].append([*[None] * count, *kept])
         end = packed_generator_states(self.device) if self.draws else None
         if number == self.last:
@@ -254,7 +254,7 @@ class Pipeline:
         """Number of outputs, the first ones, that stage ``number`` sends."""
         return len(self.form.messages[number]) if number < self.last else 0
 
-    def _message(self, number: int) -> tuple[torch.Tensor, ...]:
+    def _message(self, number: int) -> tuple[Tensor, ...]:
         """Meta tensors like the messages of stage ``number``; the last one "sends" the loss."""
         if number < 0:
             return ()
@@ -266,7 +266,7 @@ class Pipeline:
             found.append(packed_generator_states(self.device).to("meta"))
         return tuple(found)
 
-    def _taken(self, number: int, received: Sequence[torch.Tensor]) -> LocalTensors:
+    def _taken(self, number: int, received: Sequence[Tensor]) -> LocalTensors:
         """Received messages in the dtypes of their values."""
         pairs = zip(self.form.messages[number - 1] if number else (), received, strict=True)
         return [x if x.requires_grad else x.view(message.dtype) for message, x in pairs]
@@ -275,7 +275,7 @@ class Pipeline:
 class _StageModule(nn.Module):
     """The stage module for torch: ``run(received, micro-batch)``, and trained leaves."""
 
-    def __init__(self, run: Callable[[Sequence[torch.Tensor], int], Any]) -> None:
+    def __init__(self, run: Callable[[Sequence[Tensor], int], Any]) -> None:
         super().__init__()
         self.run = run
         self.leaves: LocalTensors = []
@@ -284,22 +284,22 @@ class _StageModule(nn.Module):
         """See :meth:`torch.nn.Module.parameters`."""
         return iter(self.leaves)
 
-    def forward(self, *received: torch.Tensor, index: torch.Tensor) -> Any:
+    def forward(self, *received: Tensor, index: Tensor) -> Any:
         return self.run(received, int(index))
 
 
-def _weight_backward(scalars: list[torch.Tensor]) -> None:
+def _weight_backward(scalars: list[Tensor]) -> None:
     if scalars:  # a stage may train no weight
         torch.autograd.backward(scalars)
         scalars.clear()
 
 
-def packed_generator_states(device: torch.device) -> torch.Tensor:
+def packed_generator_states(device: torch.device) -> Tensor:
     """Generator states as one message."""
     return torch.cat(torch_state.generator_states(cuda=device.type == "cuda")).to(device)
 
 
-def unpacked_generator_states(state: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
+def unpacked_generator_states(state: Tensor, device: torch.device) -> list[Tensor]:
     """The inverse of :func:`packed_generator_states`."""
     sizes = [x.numel() for x in torch_state.generator_states(cuda=device.type == "cuda")]
     return [x.clone() for x in state.cpu().split(sizes)]

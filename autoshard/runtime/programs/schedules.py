@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import pipelining
 
 _SCHEDULE_CLASSES = {
@@ -35,7 +36,7 @@ class Stage(pipelining.PipelineStage):
     def __init__(self, fail: Callable[[Exception], None], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.fail = fail
-        self.received: Sequence[torch.Tensor] = kwargs["input_args"]
+        self.received: Sequence[Tensor] = kwargs["input_args"]
 
     def _create_grad_send_info(self, args_recv_info: tuple[Any, ...]) -> list[int | None]:
         """Per received tensor the stage that takes its gradient, or None without one: torch < 2.13 expects all."""
@@ -65,5 +66,5 @@ class Stage(pipelining.PipelineStage):
             self.fail(error)
 
 
-def _output_as_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _output_as_loss(output: Tensor, target: Tensor) -> Tensor:
     return output

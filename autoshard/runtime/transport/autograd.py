@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoshard.errors import CaptureError
 from autoshard.runtime.transport.move import Move
@@ -52,7 +53,7 @@ def skip_none_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``backward`` of one result so that a None gradient gives None gradients."""
 
     @functools.wraps(backward)
-    def handed_on(ctx: Any, gradient: torch.Tensor | None) -> Any:
+    def handed_on(ctx: Any, gradient: Tensor | None) -> Any:
         if gradient is not None:
             refuse_batched(is_batched(gradient))
             return backward(ctx, gradient)
@@ -61,7 +62,7 @@ def skip_none_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
     return handed_on
 
 
-def is_batched(gradient: torch.Tensor) -> bool:
+def is_batched(gradient: Tensor) -> bool:
     """Whether ``gradient`` is a batch of gradients under vmap."""
     return is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient)
 
@@ -88,21 +89,19 @@ def register_backward(op: Any, backward: Callable[..., Any], save: Callable[...,
     op.register_autograd(skip_none_gradient(backward), setup_context=remembered)
 
 
-def register_recomputed_backward(
-    op: Any, forward: Callable[..., torch.Tensor], of: Collection[int] | None = None
-) -> None:
+def register_recomputed_backward(op: Any, forward: Callable[..., Tensor], of: Collection[int] | None = None) -> None:
     """Register a backward for custom op ``op`` that recomputes ``forward`` of the same arguments.
 
     ``of``: numbers of the arguments that get gradients; None: all tensors."""
 
     def save(
-        ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor, named: Mapping[str, Any] = MappingProxyType({})
+        ctx: Any, inputs: tuple[Any, ...], output: Tensor, named: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
         ctx.named = named
-        ctx.form = [None if isinstance(x, torch.Tensor) else x for x in inputs]
-        ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in inputs))
+        ctx.form = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
 
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         again = torch.is_grad_enabled()  # create_graph
         wanting = [n and (of is None or i in of) for i, n in enumerate(ctx.needs_input_grad)]
         saved = zip(ctx.saved_tensors, itertools.chain(wanting, itertools.repeat(False)), strict=False)
@@ -122,13 +121,12 @@ class Differentiable(NoneGradFunction):
     A gradient is None on all ranks or on none, since they run the same program."""
 
     @staticmethod
-    def forward(ctx: Any, comm: Any, move: Move, phase: str, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, comm: Any, move: Move, phase: str, x: Tensor) -> Tensor:
         ctx.comm, ctx.move = comm, move
-        out: torch.Tensor = comm.execute(move, x, phase)
-        return out
+        return comm.execute(move, x, phase)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         move = ctx.move.backward()
         if torch.is_grad_enabled():
             return None, None, None, Differentiable.apply(ctx.comm, move, "backward", gradient)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from autoshard.torch_private.dispatch import storage_use_count, tensor_use_count
 
@@ -31,7 +32,7 @@ _SENT_AS = {
 }
 
 
-def raw(x: torch.Tensor) -> torch.Tensor:
+def raw(x: Tensor) -> Tensor:
     """The same bits in a dtype that backends can send; supported dtypes are unchanged."""
     other = _SENT_AS.get(x.dtype)
     return x if other is None else x.view(other)
@@ -52,7 +53,7 @@ def is_outermost(shape: Sequence[int], dim: int) -> bool:
     return numel(shape[:dim]) == 1
 
 
-def zero_padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+def zero_padded(x: Tensor, dim: int, length: int) -> Tensor:
     """``x`` zero-padded at the end of ``dim`` to ``length``."""
     if x.shape[dim] == length:
         return x
@@ -61,7 +62,7 @@ def zero_padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return out
 
 
-def packed_flat(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+def packed_flat(pieces: Sequence[Tensor]) -> Tensor:
     """``pieces``, of one dtype, packed into a flat tensor with one copy, whatever their strides."""
     counts = [x.numel() for x in pieces]
     out = pieces[0].new_empty(sum(counts))
@@ -70,27 +71,22 @@ def packed_flat(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     return out
 
 
-def float_order_keys(x: torch.Tensor, op: str) -> torch.Tensor:
+def float_order_keys(x: Tensor, op: str) -> Tensor:
     """Order-preserving integers of ``x``: float reductions of backends may lose a NaN."""
-    x = x.to(_promoted_dtype(x.dtype))
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     integer = torch.int64 if x.dtype == torch.float64 else torch.int32
     limits = torch.iinfo(integer)
     return _flip_negative_bits(x.view(integer)).masked_fill(x.isnan(), limits.max if op == "max" else limits.min)
 
 
-def floats_of_keys(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def floats_of_keys(keys: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of :func:`float_order_keys`, in ``dtype``."""
-    return _flip_negative_bits(keys).view(_promoted_dtype(dtype)).to(dtype)
+    return _flip_negative_bits(keys).view(torch.promote_types(dtype, torch.float32)).to(dtype)
 
 
-def _flip_negative_bits(bits: torch.Tensor) -> torch.Tensor:
+def _flip_negative_bits(bits: Tensor) -> Tensor:
     """Make negative floats' bits increase with their value. Its own inverse."""
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
-
-
-def _promoted_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Float32 or wider: dtypes with integers of their size on every backend."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 MIN_POOLED_BYTES = 1 << 20
@@ -105,8 +101,8 @@ BufferShapes = tuple[torch.Size, ...]
 class PooledBuffer(NamedTuple):
     """A pooled buffer, its consecutive views, and the call that took it last."""
 
-    buffer: torch.Tensor
-    parts: list[torch.Tensor]
+    buffer: Tensor
+    parts: list[Tensor]
     call: int
 
     @property
@@ -133,20 +129,18 @@ class BufferPool:
         self._kept: dict[tuple[BufferShapes, torch.dtype], deque[PooledBuffer]] = {}
         """(shapes, dtype) → buffers, least recently taken first"""
 
-    def take(
-        self, like: torch.Tensor, shapes: BufferShapes, dtype: torch.dtype, call: int
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def take(self, like: Tensor, shapes: BufferShapes, dtype: torch.dtype, call: int) -> tuple[Tensor, list[Tensor]]:
         """A flat buffer on the device of ``like``, uninitialised, and views of ``shapes`` in it.
 
         ``call``: the number of the current call."""
         if not is_pooled(like, shapes, dtype):
-            buffer = like.new_empty(_total_elements(shapes), dtype=dtype)
+            buffer = like.new_empty(sum(map(torch.Size.numel, shapes)), dtype=dtype)
             return buffer, buffer_views(buffer, shapes)
         kept = self._kept.setdefault((shapes, dtype), deque())
         found = next((i for i, x in enumerate(kept) if x.is_free), None)
         if found is None:
             self._forget(call, *self._kept.values())
-            buffer = like.new_empty(_total_elements(shapes), dtype=dtype)
+            buffer = like.new_empty(sum(map(torch.Size.numel, shapes)), dtype=dtype)
             parts = buffer_views(buffer, shapes)
         else:
             buffer, parts, _ = kept[found]
@@ -165,18 +159,14 @@ class BufferPool:
         self._kept.clear()
 
 
-def is_pooled(like: torch.Tensor, shapes: Sequence[torch.Size], dtype: torch.dtype) -> bool:
+def is_pooled(like: Tensor, shapes: Sequence[torch.Size], dtype: torch.dtype) -> bool:
     """Whether a buffer for ``shapes`` on the device of ``like`` is pooled."""
-    return like.device.type == "cpu" and _total_elements(shapes) * dtype.itemsize >= MIN_POOLED_BYTES
+    return like.device.type == "cpu" and sum(map(torch.Size.numel, shapes)) * dtype.itemsize >= MIN_POOLED_BYTES
 
 
-def buffer_views(buffer: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+def buffer_views(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Consecutive views of ``shapes`` in ``buffer``, which may be longer."""
     sizes = [math.prod(shape) for shape in shapes]
     rest = buffer.numel() - sum(sizes)
     parts = torch.split(buffer, [*sizes, rest] if rest else sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
-
-
-def _total_elements(shapes: Sequence[torch.Size]) -> int:
-    return sum(map(torch.Size.numel, shapes))

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from autoshard.errors import MeshError, RuntimeMismatchError
 from autoshard.runtime.transport import sparse_gradients
@@ -26,19 +27,19 @@ from autoshard.runtime.transport.window import Chunks, chunks
 class SharedGather:
     """A bucket of parameters, gathered once for all micro-batches of a step."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype | None) -> None:
         self.tensors, self.dtype = tensors, dtype
         """``dtype``: in which gradients are summed; None: their own"""
-        self.gradients: list[torch.Tensor | None] = [None] * len(tensors)
+        self.gradients: list[Tensor | None] = [None] * len(tensors)
 
-    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Accumulate this micro-batch's ``gradients``."""
         # Out of place: autograd may own the first one.
         for i, (a, b) in enumerate(zip(self.gradients, gradients, strict=True)):
             b = b if b is None or self.dtype is None else b.to(self.dtype)
             self.gradients[i] = a if b is None else b if a is None else a + b
 
-    def take(self, brought: Sequence[torch.Tensor | None] | None = None) -> list[torch.Tensor | None]:
+    def take(self, brought: Sequence[Tensor | None] | None = None) -> list[Tensor | None]:
         """The accumulated gradients, which are released.
 
         ``brought``: in a split backward, the gradients of this part; only their sums are taken,
@@ -65,7 +66,7 @@ class MicroBatchStep:
         """Whether the next bucket is gathered already."""
         return self.at < len(self.found)
 
-    def gathered(self, gather: Callable[[], Sequence[torch.Tensor]], dtype: torch.dtype | None = None) -> SharedGather:
+    def gathered(self, gather: Callable[[], Sequence[Tensor]], dtype: torch.dtype | None = None) -> SharedGather:
         """The next bucket, gathered by the first micro-batch only. ``dtype``: of gradient sums."""
         if not self.is_gathered:
             self.found.append(SharedGather(gather(), dtype))
@@ -85,7 +86,7 @@ class Executed(NamedTuple):
     bytes: float
 
 
-ReduceStatistic = Callable[[torch.Tensor], torch.Tensor]
+ReduceStatistic = Callable[[Tensor], Tensor]
 
 
 class Communicator(ABC):
@@ -114,10 +115,10 @@ class Communicator(ABC):
     deferred: bool = False
     """whether parameter gradients stay summands, to be summed in a later backward"""
 
-    later: list[torch.Tensor] | None = None
+    later: list[Tensor] | None = None
     """split backward: collects scalars whose backward is the second part; None: not split"""
 
-    sums: Callable[[torch.Tensor, ReduceStatistic], torch.Tensor] | None = None
+    sums: Callable[[Tensor, ReduceStatistic], Tensor] | None = None
     """how operations sum over ranks inside a part that is recomputed in the backward"""
 
     def __init__(self, axes: Mapping[str, int], rank: int) -> None:
@@ -145,10 +146,10 @@ class Communicator(ABC):
             self.step.enter(index)
 
     @abstractmethod
-    def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
+    def apply(self, move: Move, x: Tensor) -> Tensor:
         """Execute ``move`` on this rank's ``x``, differentiably."""
 
-    def start(self, move: Move, x: torch.Tensor, phase: str) -> Callable[[], torch.Tensor]:
+    def start(self, move: Move, x: Tensor, phase: str) -> Callable[[], Tensor]:
         """Begin ``move`` on this rank's ``x``, without autograd; call the result once to wait.
 
         Work that needs no meeting of ranks may overlap."""
@@ -186,7 +187,7 @@ class Communicator(ABC):
         finally:
             self.phase = before
 
-    def random_states(self) -> list[torch.Tensor]:
+    def random_states(self) -> list[Tensor]:
         """States of the generators that the next draw for all ranks uses."""
         return generator_states()
 
@@ -237,7 +238,7 @@ class Communicator(ABC):
         """This rank's ``(start, length)``."""
         return self.chunks(size, axes)[self.index(axes)]
 
-    def local(self, move: Move, x: torch.Tensor) -> torch.Tensor:
+    def local(self, move: Move, x: Tensor) -> Tensor:
         """Execute a move that needs no communication."""
         if x.is_sparse:
             return sparse_gradients.move_sparse_locally(move, x, self.chunks, self.index(move.axes))

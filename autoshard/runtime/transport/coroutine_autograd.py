@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.transport.communicator import Communicator
 from autoshard.runtime.transport.rank_coroutines import RankCoroutine, Tensors, run_coroutines
 
-Operands = tuple[torch.Tensor | None, ...]
+Operands = tuple[Tensor | None, ...]
 
 
 class CoroutinePair(NamedTuple):
@@ -29,7 +30,7 @@ class CoroutinePair(NamedTuple):
     results: int = 1
 
 
-def apply_coroutines(comm: Communicator, trip: CoroutinePair, *operands: torch.Tensor | None) -> Tensors:
+def apply_coroutines(comm: Communicator, trip: CoroutinePair, *operands: Tensor | None) -> Tensors:
     """The results of ``trip``, which all ranks run. No second derivative."""
     held: dict[str, Any] = {}
     visit = _RankVisit(trip, operands, held)
@@ -37,9 +38,8 @@ def apply_coroutines(comm: Communicator, trip: CoroutinePair, *operands: torch.T
     results, needed = made[: trip.results], made[trip.results :]
     if not any(x.requires_grad for x in results):
         return results
-    needed = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in needed)
-    given: Tensors = _RankNode.apply(held, trip.results, *results, *needed)  # type: ignore[no-untyped-call]
-    return given
+    needed = tuple(x.detach() if isinstance(x, Tensor) else x for x in needed)
+    return _RankNode.apply(held, trip.results, *results, *needed)  # type: ignore[no-untyped-call]
 
 
 class _RankVisit(NamedTuple):
@@ -83,14 +83,14 @@ class _AllRanksNode(torch.autograd.Function):
         visits: Sequence[_RankVisit],
         phase: str,
         made: list[Tensors],
-        *xs: torch.Tensor | None,
+        *xs: Tensor | None,
     ) -> Tensors:
         ctx.comm, ctx.trips = comm, [(visit.trip, visit.held) for visit in visits]
         made += _run_forward(comm, visits, phase, xs)
         return tuple(x for visit, results in zip(visits, made, strict=True) for x in results[: visit.trip.results])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         name, ranks = ctx.trips[0][0].name, len(ctx.trips)
         # once_differentiable would cut the path to the inputs, and they would seem unused.
         if torch.is_grad_enabled():
@@ -114,13 +114,13 @@ class _RankNode(torch.autograd.Function):
     """One rank's results: saves what the backward needs and hands it to :class:`_AllRanksNode`."""
 
     @staticmethod
-    def forward(ctx: Any, held: dict[str, Any], results: int, *xs: torch.Tensor | None) -> Any:
+    def forward(ctx: Any, held: dict[str, Any], results: int, *xs: Tensor | None) -> Any:
         ctx.save_for_backward(*xs[results:])
         ctx.held, ctx.needed = held, len(xs) - results
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in xs[:results] if x is not None)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.held |= {"saved": ctx.saved_tensors, "reached": any(g is not None for g in gradients)}
         return None, None, *gradients, *(None,) * ctx.needed

@@ -40,8 +40,7 @@ def once_per_initialisation(key: Hashable, make: Callable[[], Cached]) -> Cached
         _world = dist.group.WORLD
     if key not in _shared_objects:
         _shared_objects[key] = make()
-    found: Cached = _shared_objects[key]
-    return found
+    return _shared_objects[key]
 
 
 def group_of(ranks: Sequence[int], purpose: str, backend: str | None = None) -> Any:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.transport import sparse_gradients
@@ -173,7 +174,7 @@ class ThreadState:
             yield
 
 
-RankTensors = tuple[torch.Tensor, ...]
+RankTensors = tuple[Tensor, ...]
 
 
 class World:
@@ -240,7 +241,7 @@ class World:
             raise RuntimeMismatchError(f"{what}: a collective of the in-process mesh outside World.run")
         return self._schedule.meet(rank, what, value, joint)
 
-    def execute(self, moves: Sequence[Move], xs: Sequence[torch.Tensor], phase: str) -> list[torch.Tensor]:
+    def execute(self, moves: Sequence[Move], xs: Sequence[Tensor], phase: str) -> list[Tensor]:
         """One move of all ranks, without autograd, logged."""
         verb, axes = moves[0].verb, moves[0].axes
         if self.log is not None and verb not in LOCAL:
@@ -248,7 +249,7 @@ class World:
             self.ranks[0].record("all_gather" if xs[0].is_sparse else moves[0].kind, axes, phase, ring)
         return self.carry_out(moves, xs)
 
-    def carry_out(self, moves: Sequence[Move], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def carry_out(self, moves: Sequence[Move], xs: Sequence[Tensor]) -> list[Tensor]:
         """One move of all ranks, without autograd and log."""
         verb = moves[0].verb
         if verb in LOCAL:
@@ -277,16 +278,16 @@ class InProcessCommunicator(Communicator):
         super().__init__(axes, rank)
         self.world = world
 
-    def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
+    def apply(self, move: Move, x: Tensor) -> Tensor:
         """See :meth:`Communicator.apply`. Local moves without a gradient need no meeting."""
         if move.verb in LOCAL and not (x.requires_grad and torch.is_grad_enabled()):
             return self.local(move, x)
         move = with_module(move)
         with profiled(self, move, self.phase):
-            result: torch.Tensor = self.world.meet(self.rank, move.key, (move, x), self._joint)
+            result: Tensor = self.world.meet(self.rank, move.key, (move, x), self._joint)
         return result
 
-    def _joint(self, values: list[tuple[Move, torch.Tensor]]) -> Sequence[torch.Tensor]:
+    def _joint(self, values: list[tuple[Move, Tensor]]) -> Sequence[Tensor]:
         moves, xs = zip(*values, strict=True)
         return _joint_execute(self.world, moves, xs, self.phase)
 
@@ -302,7 +303,7 @@ class InProcessCommunicator(Communicator):
     def _permute(self, hops: Sequence[Hop], phase: str) -> Sequence[Arrival]:
         first = hops[0]
         self.record("permute", first.move.axes, phase, first.bytes)
-        sent: dict[int, tuple[torch.Tensor, ...]] = {}
+        sent: dict[int, tuple[Tensor, ...]] = {}
         with profiled(self, first.move, phase):
             for rank, hop in zip(self.world.ranks, hops, strict=True):
                 sent[rank.group(hop.move.axes)[hop.to]] = hop.tensors
@@ -319,8 +320,7 @@ class InProcessCommunicator(Communicator):
 
     def gathered(self, what: str, mine: Any) -> Sequence[Any]:
         """See :meth:`Communicator.gathered`."""
-        every: Sequence[Any] = self.world.meet(self.rank, what, mine, lambda runs: [tuple(runs)] * self.world.size)
-        return every
+        return self.world.meet(self.rank, what, mine, lambda runs: [tuple(runs)] * self.world.size)
 
     def repeat(self, runs: Sequence[tuple[Callable[..., None], Sequence[Any]]]) -> None:
         """See :meth:`Communicator.repeat`."""
@@ -347,10 +347,9 @@ class InProcessCommunicator(Communicator):
             self.world.log.append(Executed(kind, self.named(kind, axes), phase, ring_bytes))
 
 
-def _joint_execute(world: World, moves: tuple[Move, ...], xs: RankTensors, phase: str) -> Sequence[torch.Tensor]:
+def _joint_execute(world: World, moves: tuple[Move, ...], xs: RankTensors, phase: str) -> Sequence[Tensor]:
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        out: RankTensors = _JointMove.apply(world, moves, phase, *xs)  # type: ignore[no-untyped-call]
-        return out
+        return _JointMove.apply(world, moves, phase, *xs)  # type: ignore[no-untyped-call]
     return world.execute(moves, xs, phase)
 
 
@@ -358,7 +357,7 @@ class _JointMove(torch.autograd.Function):
     """One move of all ranks as one autograd node."""
 
     @staticmethod
-    def forward(ctx: Any, world: World, moves: tuple[Move, ...], phase: str, *xs: torch.Tensor) -> RankTensors:
+    def forward(ctx: Any, world: World, moves: tuple[Move, ...], phase: str, *xs: Tensor) -> RankTensors:
         ctx.world, ctx.moves = world, moves
         ctx.set_materialize_grads(False)
         out = tuple(world.execute(moves, xs, phase))
@@ -366,7 +365,7 @@ class _JointMove(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         if all(g is None for g in gradients):  # no rank's result is used: no gradient
             return None, None, None, *gradients
         given = tuple(
@@ -378,44 +377,44 @@ class _JointMove(torch.autograd.Function):
             return None, None, None, *_joint_execute(ctx.world, moves, given, "backward")
 
 
-def _simulated_all_reduce(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _simulated_all_reduce(comm: Communicator, move: Move, xs: list[Tensor]) -> list[Tensor]:
     total = _reduced_over_ranks(move, xs)
     return [total, *(total.clone() for _ in xs[1:])]
 
 
-def _simulated_reduce_scatter(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _simulated_reduce_scatter(comm: Communicator, move: Move, xs: list[Tensor]) -> list[Tensor]:
     total = _reduced_over_ranks(move, xs)
     # Copies: a view would keep the full sum alive.
     parts = (total.narrow(move.dim, *c) for c in comm.chunks(move.size, move.axes))
     return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
 
-def _simulated_all_gather(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _simulated_all_gather(comm: Communicator, move: Move, xs: list[Tensor]) -> list[Tensor]:
     total = torch.cat(xs, move.dim)
     return [total, *(total.clone() for _ in xs[1:])]
 
 
-def _simulated_all_to_all(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _simulated_all_to_all(comm: Communicator, move: Move, xs: list[Tensor]) -> list[Tensor]:
     cuts = comm.chunks(move.to_size, move.axes)
     return [torch.cat([x.narrow(move.to_dim, *c) for x in xs], move.dim) for c in cuts]
 
 
-def _simulated_splits(moves: list[Move], xs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _simulated_splits(moves: list[Move], xs: list[Tensor]) -> list[Tensor]:
     """All-to-all of rows, by the moves' splits."""
     ways = [move.splits for move in moves if move.splits is not None]
     sent = [way.going(x).split(way.sent) for way, x in zip(ways, xs, strict=True)]
     return [way.staying(torch.cat(parts)) for way, parts in zip(ways, zip(*sent, strict=True), strict=True)]
 
 
-def _simulated_sparse(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _simulated_sparse(comm: Communicator, move: Move, xs: list[Tensor]) -> list[Tensor]:
     return [sparse_gradients.join_sparse(move, xs, comm.chunks, number) for number in range(len(xs))]
 
 
-def _simulated_permute(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _simulated_permute(comm: Communicator, move: Move, xs: list[Tensor]) -> list[Tensor]:
     return [x.clone() for x in xs]
 
 
-def _simulated_halo(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _simulated_halo(comm: Communicator, move: Move, xs: list[Tensor]) -> list[Tensor]:
     return [assemble_halo(move, r, [halo_piece(move, s, r, x) for s, x in enumerate(xs)]) for r in range(len(xs))]
 
 
@@ -429,14 +428,14 @@ _GROUP_OPS = {
 }
 
 
-def _reduced_over_ranks(move: Move, xs: list[torch.Tensor]) -> torch.Tensor:
+def _reduced_over_ranks(move: Move, xs: list[Tensor]) -> Tensor:
     total = xs[0].clone(memory_format=torch.contiguous_format)
     for x in xs[1:]:
         total = _COMBINE[move.op](total, x)
     return total
 
 
-_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
     "min": torch.minimum,

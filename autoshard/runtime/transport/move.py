@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from autoshard.runtime.transport.window import Exchange
 
@@ -20,14 +21,14 @@ class SegmentOrder(NamedTuple):
 
     lengths: Sequence[Sequence[int]]
     """of the segments, [a, b]"""
-    numbers: tuple[torch.Tensor, torch.Tensor] | None
+    numbers: tuple[Tensor, Tensor] | None
     """index of each row in the other order, both ways; None: few segments, concatenated instead"""
 
     def turned(self) -> SegmentOrder:
         """The inverse order."""
         return SegmentOrder([*zip(*self.lengths, strict=True)], self.numbers and self.numbers[::-1])
 
-    def of(self, x: torch.Tensor) -> torch.Tensor:
+    def of(self, x: Tensor) -> Tensor:
         """Rows ``x`` in this order."""
         if self.numbers is not None:
             return x.index_select(0, self.numbers[0])
@@ -125,11 +126,11 @@ class Splits(NamedTuple):
         before, after = self.after and self.after.turned(), self.before and self.before.turned()
         return Splits(self.received, self.sent, self.me, before, after)
 
-    def going(self, x: torch.Tensor) -> torch.Tensor:
+    def going(self, x: Tensor) -> Tensor:
         """Rows in the order of sending."""
         return x if self.before is None else self.before.of(x)
 
-    def staying(self, x: torch.Tensor) -> torch.Tensor:
+    def staying(self, x: Tensor) -> Tensor:
         """Received rows in their final order."""
         return x if self.after is None else self.after.of(x)
 
@@ -187,7 +188,7 @@ class Move(NamedTuple):
             return self._replace(dim=self.to_dim, size=self.to_size, to_dim=self.dim, to_size=self.size)
         return Move(*dual(self.source, self.target), self.axes, self.dim, self.size, module=self.module)
 
-    def ring_bytes(self, x: torch.Tensor, ranks: int) -> float:
+    def ring_bytes(self, x: Tensor, ranks: int) -> float:
         """Bytes each rank sends by a ring algorithm, for this rank's ``x`` in a group of ``ranks``.
 
         Uneven chunks count as the longest, as in the plan: all-gather and reduce-scatter pad to
@@ -203,7 +204,7 @@ class Move(NamedTuple):
             return self._longest_bytes(x, ranks)
         return ring_volume(self.verb, ranks) * self._longest_bytes(x, ranks) / ranks
 
-    def payload_bytes(self, x: torch.Tensor, ranks: int, phase: str) -> float:
+    def payload_bytes(self, x: Tensor, ranks: int, phase: str) -> float:
         """Bytes of the operand of an all-reduce, of an unsharded tensor otherwise, or of a received halo.
 
         Rows that are sent by ``splits`` count once, as if every rank sent as many: those of results,
@@ -214,7 +215,7 @@ class Move(NamedTuple):
         whole = self.dim >= 0 and self.verb not in ("halo", "permute")
         return float(self._longest_bytes(x, ranks) * (ranks if whole else 1))
 
-    def _longest_bytes(self, x: torch.Tensor, ranks: int) -> int:
+    def _longest_bytes(self, x: Tensor, ranks: int) -> int:
         """Bytes of the longest chunk, of ``x`` if no dim is sharded, or of the longest halo."""
         shape = list(x.shape)
         if self.exchange is not None:
@@ -232,14 +233,14 @@ class Move(NamedTuple):
         return f"{self.verb} {self.source} → {self.target}{detail} over {', '.join(self.axes)}"
 
 
-def halo_piece(move: Move, sender: int, receiver: int, x: torch.Tensor) -> torch.Tensor:
+def halo_piece(move: Move, sender: int, receiver: int, x: Tensor) -> Tensor:
     """The part of the sender's ``x`` that a halo sends to the receiver; both are group numbers."""
     assert move.exchange is not None
     start, length = move.exchange.piece(sender, receiver)
     return x.narrow(move.dim, start - move.exchange.held[sender][0] if length else 0, length)
 
 
-def assemble_halo(move: Move, receiver: int, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+def assemble_halo(move: Move, receiver: int, pieces: Sequence[Tensor]) -> Tensor:
     """A halo's result on the receiver: the pieces of all ranks, concatenated or summed."""
     assert move.exchange is not None
     first, count = move.exchange.wanted[receiver]

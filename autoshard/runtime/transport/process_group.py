@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from autoshard.errors import MeshError
 from autoshard.runtime.transport import sparse_gradients
@@ -46,13 +47,13 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_reduce_sum(x: torch.Tensor, group: Any, async_op: bool = True) -> Any:
+def all_reduce_sum(x: Tensor, group: Any, async_op: bool = True) -> Any:
     """Begin ``dist.all_reduce(x, group=group)`` without its per-call checks."""
     return group.allreduce([torch.view_as_real(x) if x.is_complex() else x])
 
 
 def all_to_all_rows(
-    out: torch.Tensor, x: torch.Tensor, gets: list[int], gives: list[int], group: Any, async_op: bool = True
+    out: Tensor, x: Tensor, gets: list[int], gives: list[int], group: Any, async_op: bool = True
 ) -> Any:
     """Begin ``dist.all_to_all_single(out, x, gets, gives, group)`` without its checks."""
     if x.is_complex():
@@ -73,7 +74,7 @@ class AxesGroup(NamedTuple):
     """number along the axes of each member in the process group's order; None: the same order"""
     gloo: bool
 
-    def in_order(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def in_order(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """``parts`` in the process group's order, put in the order of the axes."""
         if self.order is None:
             return list(parts)
@@ -83,7 +84,7 @@ class AxesGroup(NamedTuple):
         return out
 
 
-def exchange_buffers(group: AxesGroup, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]] | None:
+def exchange_buffers(group: AxesGroup, x: Tensor) -> tuple[Tensor, Tensor, list[int]] | None:
     """(receive buffer, sent tensor, elements per member or []) to exchange summands, else None.
 
     An exchange meets once, a ring 2 (n - 1) times. Two ranks send as much as in a ring, and
@@ -121,9 +122,9 @@ class PendingSum(NamedTuple):
     """A pending sum by all-to-all: a reduce-scatter, a small all-reduce, or one of two ranks."""
 
     work: PendingCollective
-    received: torch.Tensor
+    received: Tensor
     """all ranks' summands; if it is as large as ``out``, the other one's of two"""
-    out: torch.Tensor
+    out: Tensor
 
     def wait(self) -> None:
         """Wait for the summands and add them up."""
@@ -211,9 +212,7 @@ class TorchCommunicator(Communicator):
             return world
         return world._replace(handle=group_of(self.ranks, "host", "gloo"), gloo=True)
 
-    def buffer(
-        self, like: torch.Tensor, shapes: BufferShapes, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def buffer(self, like: Tensor, shapes: BufferShapes, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         """A flat buffer on the device of ``like``, and views of ``shapes`` in it: for gradients."""
         return self.spare.take(like, shapes, dtype, self.notes.call - self.notes.meetings)
 
@@ -239,9 +238,7 @@ class TorchCommunicator(Communicator):
             self.notes.settle()
             collective(*args, group=group.handle)
 
-    def reduce_scatter(
-        self, group: AxesGroup, out: torch.Tensor, parts: torch.Tensor
-    ) -> PendingCollective | PendingSum:
+    def reduce_scatter(self, group: AxesGroup, out: Tensor, parts: Tensor) -> PendingCollective | PendingSum:
         """Begin to sum ``parts``, one per rank, shaped as ``out``, into every rank's ``out``.
 
         gloo's own sends as much as an all-reduce; an all-to-all and a local sum send half of it."""
@@ -250,7 +247,7 @@ class TorchCommunicator(Communicator):
         received = torch.empty_like(parts)
         return PendingSum(self.begin(group, dist.all_to_all_single, received, parts), received, out)
 
-    def all_reduce(self, group: AxesGroup, x: torch.Tensor) -> PendingCollective | PendingSum:
+    def all_reduce(self, group: AxesGroup, x: Tensor) -> PendingCollective | PendingSum:
         """Begin to sum contiguous ``x`` over the ranks, in place.
 
         gloo's ring wakes threads of every rank 2 (n - 1) times: see :func:`exchange_buffers`."""
@@ -266,14 +263,13 @@ class TorchCommunicator(Communicator):
             phase = collective_name(move.kind, self.named(move.kind, move.axes), move.module, phase)
         return f"{phase} among ranks {', '.join(map(str, group.members))}"
 
-    def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
+    def apply(self, move: Move, x: Tensor) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
             move = with_module(move, always=True)  # for the backward, in which no generated code runs
-            result: torch.Tensor = Differentiable.apply(self, move, self.phase, x)
-            return result
+            return Differentiable.apply(self, move, self.phase, x)
         return self.execute(with_module(move), x, self.phase)
 
-    def execute(self, move: Move, x: torch.Tensor, phase: str) -> torch.Tensor:
+    def execute(self, move: Move, x: Tensor, phase: str) -> Tensor:
         """``move`` on this rank's ``x``, without autograd."""
         if move.splits is not None:
             return self.start(move, x, phase)()
@@ -292,7 +288,7 @@ class TorchCommunicator(Communicator):
                 return sparse_gradients.join_sparse(move, parts, self.chunks, group.number)
             return _COLLECTIVES[verb](self, move, group, x)
 
-    def start(self, move: Move, x: torch.Tensor, phase: str) -> Callable[[], torch.Tensor]:
+    def start(self, move: Move, x: Tensor, phase: str) -> Callable[[], Tensor]:
         """See :meth:`Communicator.start`: row all-to-alls, all-gathers, reduce-scatters."""
         if move.splits is None and move.verb not in _ASYNC_COLLECTIVES:
             moved = self.execute(move, x, phase)
@@ -336,7 +332,7 @@ class TorchCommunicator(Communicator):
             ops += [dist.P2POp(dist.irecv, raw(out), sender, group.handle)] if out.numel() else []
             works = dist.batch_isend_irecv(ops) if ops else ()
 
-        def arrive() -> tuple[torch.Tensor, ...]:
+        def arrive() -> tuple[Tensor, ...]:
             for work in works:
                 work.wait()
             sent.numel()  # keeps it alive until here
@@ -344,7 +340,7 @@ class TorchCommunicator(Communicator):
 
         return arrive
 
-    def random_states(self) -> list[torch.Tensor]:
+    def random_states(self) -> list[Tensor]:
         """See :meth:`Communicator.random_states`; synchronised in :func:`synchronised_rng`."""
         if self.generators is not None:
             self.generators.agree()
@@ -357,7 +353,7 @@ class TorchCommunicator(Communicator):
         return fn(*args, **kwargs)
 
 
-def _group_all_reduce(comm: TorchCommunicator, move: Move, group: AxesGroup, x: torch.Tensor) -> torch.Tensor:
+def _group_all_reduce(comm: TorchCommunicator, move: Move, group: AxesGroup, x: Tensor) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     if not out.numel():
         return out
@@ -372,7 +368,7 @@ def _group_all_reduce(comm: TorchCommunicator, move: Move, group: AxesGroup, x: 
     return out
 
 
-def _group_all_gather(comm: TorchCommunicator, move: Move, group: AxesGroup, x: torch.Tensor) -> torch.Tensor:
+def _group_all_gather(comm: TorchCommunicator, move: Move, group: AxesGroup, x: Tensor) -> Tensor:
     return _start_gather(comm, move, group, x, comm.run)()
 
 
@@ -380,9 +376,9 @@ def _start_gather(
     comm: TorchCommunicator,
     move: Move,
     group: AxesGroup,
-    x: torch.Tensor,
+    x: Tensor,
     begin: Callable[..., PendingCollective | None],
-) -> Callable[[], torch.Tensor]:
+) -> Callable[[], Tensor]:
     """``begin``: begins a collective, or runs it."""
     chunks = comm.chunks(move.size, move.axes)
     out_shape = with_length(x.shape, move.dim, move.size)
@@ -395,7 +391,7 @@ def _start_gather(
     parts = out.view(group.size, *sent.shape)
     work = begin(group, all_gather_single, raw(parts), raw(sent).unsqueeze(0))
 
-    def arrive() -> torch.Tensor:
+    def arrive() -> Tensor:
         if work is not None:
             work.wait()
         sent.numel()  # keeps it alive until here
@@ -407,9 +403,7 @@ def _start_gather(
     return arrive
 
 
-def _start_reduce_scatter(
-    comm: TorchCommunicator, move: Move, group: AxesGroup, x: torch.Tensor
-) -> Callable[[], torch.Tensor]:
+def _start_reduce_scatter(comm: TorchCommunicator, move: Move, group: AxesGroup, x: Tensor) -> Callable[[], Tensor]:
     chunks = comm.chunks(move.size, move.axes)
     longest, mine = chunks[0][1], chunks[group.number][1]
     if not x.numel():
@@ -423,7 +417,7 @@ def _start_reduce_scatter(
     parts = parts.view(group.size * out.shape[0], *out.shape[1:])
     work = comm.reduce_scatter(group, out, parts)
 
-    def arrive() -> torch.Tensor:
+    def arrive() -> Tensor:
         work.wait()
         parts.numel()  # keeps it alive until here
         return out.narrow(move.dim, 0, mine).contiguous()
@@ -431,7 +425,7 @@ def _start_reduce_scatter(
     return arrive
 
 
-def _group_all_to_all(comm: TorchCommunicator, move: Move, group: AxesGroup, x: torch.Tensor) -> torch.Tensor:
+def _group_all_to_all(comm: TorchCommunicator, move: Move, group: AxesGroup, x: Tensor) -> Tensor:
     sent, gathered = comm.chunks(move.to_size, move.axes), comm.chunks(move.size, move.axes)
     members = range(group.size) if group.order is None else group.order
     pieces = [x.narrow(move.to_dim, *sent[k]) for k in members]
@@ -442,9 +436,7 @@ def _group_all_to_all(comm: TorchCommunicator, move: Move, group: AxesGroup, x: 
     return torch.cat(group.in_order(parts), move.dim)
 
 
-def _start_rows(
-    comm: TorchCommunicator, splits: Splits, group: AxesGroup, x: torch.Tensor
-) -> Callable[[], torch.Tensor]:
+def _start_rows(comm: TorchCommunicator, splits: Splits, group: AxesGroup, x: Tensor) -> Callable[[], Tensor]:
     """All-to-all of rows, reordered before and after by ``splits`` and the group's order."""
     gives, gets = splits.sent, splits.received
     x = splits.going(x)
@@ -455,7 +447,7 @@ def _start_rows(
     sent, out = x.contiguous(), x.new_empty(sum(gets), *x.shape[1:])
     work = comm.begin(group, _all_to_all_function(group), raw(out), raw(sent), list(gets), list(gives))
 
-    def arrive() -> torch.Tensor:
+    def arrive() -> Tensor:
         work.wait()
         sent.numel()  # keeps it alive until here
         return splits.staying(out if group.order is None else torch.cat(group.in_order(out.split(gets))))
@@ -463,7 +455,7 @@ def _start_rows(
     return arrive
 
 
-def _group_halo(comm: TorchCommunicator, move: Move, group: AxesGroup, x: torch.Tensor) -> torch.Tensor:
+def _group_halo(comm: TorchCommunicator, move: Move, group: AxesGroup, x: Tensor) -> Tensor:
     assert move.exchange is not None
     members = range(group.size) if group.order is None else group.order
     sent = [halo_piece(move, group.number, k, x) for k in members]
@@ -474,8 +466,8 @@ def _group_halo(comm: TorchCommunicator, move: Move, group: AxesGroup, x: torch.
 
 
 def _all_to_all_flat(
-    comm: TorchCommunicator, sent: list[torch.Tensor], counts: list[int], group: AxesGroup
-) -> tuple[torch.Tensor, ...]:
+    comm: TorchCommunicator, sent: list[Tensor], counts: list[int], group: AxesGroup
+) -> tuple[Tensor, ...]:
     """Send a tensor to every member; flat tensors of ``counts`` elements arrive, in group order."""
     buffer = packed_flat(sent)
     out = buffer.new_empty(sum(counts))
@@ -487,7 +479,7 @@ def _all_to_all_function(group: AxesGroup) -> Callable[..., Any]:
     return all_to_all_rows if group.gloo else dist.all_to_all_single
 
 
-def _group_permute(comm: TorchCommunicator, move: Move, group: AxesGroup, x: torch.Tensor) -> torch.Tensor:
+def _group_permute(comm: TorchCommunicator, move: Move, group: AxesGroup, x: Tensor) -> Tensor:
     after = comm.process_group(move.order)
     to = group.members.index(after.members[group.number])
     shape = (
@@ -496,7 +488,7 @@ def _group_permute(comm: TorchCommunicator, move: Move, group: AxesGroup, x: tor
     return comm.send(group, Hop(move, to, after.number, (x,), (tuple(shape),), 0.0))()[0]
 
 
-_ASYNC_COLLECTIVES: dict[str, Callable[..., Callable[[], torch.Tensor]]] = {
+_ASYNC_COLLECTIVES: dict[str, Callable[..., Callable[[], Tensor]]] = {
     "all_gather": lambda comm, move, group, x: _start_gather(comm, move, group, x, comm.begin),
     "reduce_scatter": _start_reduce_scatter,
 }

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 from autoshard.runtime.transport.move import Move
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 Arrival = Callable[[], Tensors]
 """waits for the received tensors"""
 
@@ -33,7 +33,7 @@ class Hop(NamedTuple):
     """of the received tensors"""
     bytes: float
     """sent per rank; uneven chunks count as the longest"""
-    into: torch.Tensor | None = None
+    into: Tensor | None = None
     """contiguous destination of the one received tensor; None: new memory"""
 
 
@@ -41,7 +41,7 @@ class Collective(NamedTuple):
     """A collective that all ranks of a group begin; one tensor arrives."""
 
     move: Move
-    x: torch.Tensor
+    x: Tensor
 
 
 Sending = Hop | Collective

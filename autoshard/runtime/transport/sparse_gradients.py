@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.transport.autograd import NoneGradFunction
@@ -19,25 +20,25 @@ ChunksOf = Callable[[int, tuple[str, ...]], Sequence[tuple[int, int]]]
 """(length, axes) → (start, length) of every rank of the group"""
 
 
-def rows_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_of(x: Tensor) -> tuple[Tensor, Tensor]:
     """(numbers [k], rows [k, …]) of a sparse gradient, without duplicates."""
     x = x.coalesce()
     return x.indices()[0], x.values()
 
 
-def from_rows(numbers: torch.Tensor, rows: torch.Tensor, size: int) -> torch.Tensor:
+def from_rows(numbers: Tensor, rows: Tensor, size: int) -> Tensor:
     """A sparse gradient of ``size`` rows from these; numbers may repeat."""
     return torch.sparse_coo_tensor(numbers.unsqueeze(0), rows, (size, *rows.shape[1:]), check_invariants=False)
 
 
-def sum_sparse(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def sum_sparse(parts: Sequence[Tensor]) -> Tensor:
     """The sum of sparse gradients of one shape."""
     found = [rows_of(x) for x in parts]
     numbers, rows = (torch.cat(list(xs)) for xs in zip(*found, strict=True))
     return from_rows(numbers, rows, parts[0].shape[0]).coalesce()
 
 
-def narrow_sparse(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+def narrow_sparse(x: Tensor, dim: int, start: int, length: int) -> Tensor:
     """A chunk of a sparse gradient along ``dim``."""
     numbers, rows = rows_of(x)
     if dim:
@@ -46,7 +47,7 @@ def narrow_sparse(x: torch.Tensor, dim: int, start: int, length: int) -> torch.T
     return from_rows(numbers[mine] - start, rows[mine], length)
 
 
-def pad_sparse(x: torch.Tensor, dim: int, start: int, size: int) -> torch.Tensor:
+def pad_sparse(x: Tensor, dim: int, start: int, size: int) -> Tensor:
     """A sparse gradient padded to ``size`` along ``dim``, with its rows from ``start`` on."""
     numbers, rows = rows_of(x)
     if not dim:
@@ -56,10 +57,10 @@ def pad_sparse(x: torch.Tensor, dim: int, start: int, size: int) -> torch.Tensor
     return from_rows(numbers, out, x.shape[0])
 
 
-def gather_sparse(move: Move, x: torch.Tensor, ranks: int, gather: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+def gather_sparse(move: Move, x: Tensor, ranks: int, gather: Callable[..., Tensor]) -> list[Tensor]:
     """The sparse gradients of all ranks. ``gather``: an all-gather; the host waits for sizes."""
 
-    def every(part: torch.Tensor) -> Sequence[torch.Tensor]:
+    def every(part: Tensor) -> Sequence[Tensor]:
         return gather(Move("S", "R", move.axes, 0, ranks * len(part)), part).tensor_split(ranks)
 
     numbers, rows = rows_of(x)
@@ -70,7 +71,7 @@ def gather_sparse(move: Move, x: torch.Tensor, ranks: int, gather: Callable[...,
     return [from_rows(n[:count], r[:count], size) for n, r, (count, size) in pairs]
 
 
-def join_sparse(move: Move, parts: Sequence[torch.Tensor], chunks: ChunksOf, number: int) -> torch.Tensor:
+def join_sparse(move: Move, parts: Sequence[Tensor], chunks: ChunksOf, number: int) -> Tensor:
     """The result of ``move`` on rank ``number``, from the sparse gradients of its group."""
     if move.verb == "all_reduce":
         return sum_sparse(parts)
@@ -83,7 +84,7 @@ def join_sparse(move: Move, parts: Sequence[torch.Tensor], chunks: ChunksOf, num
     raise RuntimeMismatchError(f"{move}: a sparse gradient cannot make this move")
 
 
-def move_sparse_locally(move: Move, x: torch.Tensor, chunks: ChunksOf, number: int) -> torch.Tensor:
+def move_sparse_locally(move: Move, x: Tensor, chunks: ChunksOf, number: int) -> Tensor:
     """A move of a sparse gradient without communication."""
     match move.verb:
         case "slice":
@@ -96,18 +97,17 @@ def move_sparse_locally(move: Move, x: torch.Tensor, chunks: ChunksOf, number: i
     return x
 
 
-def cast_table(table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast_table(table: Tensor, dtype: torch.dtype) -> Tensor:
     """``table`` in another dtype; its sparse gradient is cast back."""
-    found: torch.Tensor = _CastTable.apply(table, dtype)
-    return found
+    return _CastTable.apply(table, dtype)
 
 
 class _CastTable(NoneGradFunction):
     @staticmethod
-    def forward(ctx: Any, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def forward(ctx: Any, table: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = table.dtype
         return table.to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient.to(ctx.dtype), None

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 AUTOCAST_DEVICE_TYPES = ("cpu", "cuda")
 """device types whose autocast state is saved and restored"""
@@ -34,7 +35,7 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
-def generator_states(cuda: bool | None = None) -> list[torch.Tensor]:
+def generator_states(cuda: bool | None = None) -> list[Tensor]:
     """States (CPU tensors) of the CPU generator and, if ``cuda``, the current GPU's.
 
     ``cuda=None``: if CUDA is initialised. No device sync."""
@@ -42,7 +43,7 @@ def generator_states(cuda: bool | None = None) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
 
 
-def set_generator_states(found: Sequence[torch.Tensor]) -> None:
+def set_generator_states(found: Sequence[Tensor]) -> None:
     """Restore generators to the result of :func:`generator_states`."""
     torch.set_rng_state(found[0])
     for state in found[1:]:
@@ -54,7 +55,7 @@ class SynchronisedGenerators:
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
-        self.own: list[torch.Tensor] | None = None
+        self.own: list[Tensor] | None = None
         """this rank's states before the first draw"""
         self.alike = True
         """whether they equalled rank 0's"""

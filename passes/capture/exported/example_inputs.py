@@ -88,7 +88,7 @@ def example_without_data(model: nn.Module, example: Example) -> Example:
     """
     tensors = [*model.parameters(), *model.buffers(), *filter(torch.is_tensor, pytree.tree_leaves(example))]
     if not any(t.is_meta for t in tensors):
-        return pytree.tree_map_only(Tensor, _empty_copy, example)  # type: ignore[no-any-return]
+        return pytree.tree_map_only(Tensor, _empty_copy, example)
     device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as mode:
         replaced: dict[int, Tensor] = {}
@@ -102,7 +102,7 @@ def example_without_data(model: nn.Module, example: Example) -> Example:
                             setattr(replaced[id(tensor)], LEFT_BY_TRACE, True)
                     setattr(module, name, replaced[id(tensor)])
         fake = functools.partial(_empty_copy, device=device, mode=mode)
-        return pytree.tree_map_only(Tensor, fake, example)  # type: ignore[no-any-return]
+        return pytree.tree_map_only(Tensor, fake, example)
 
 
 def _empty_copy(tensor: Tensor, device: torch.device | None = None, mode: FakeTensorMode | None = None) -> Tensor:

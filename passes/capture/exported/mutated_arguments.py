@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import Tensor
 
 from autoshard.errors import CaptureError, RuntimeMismatchError
 from autoshard.passes.capture.exported.pytrees import object_attributes
@@ -33,7 +34,7 @@ ChangedDicts = tuple[tuple[ContainerPath, tuple[Any, ...], Any], ...]
 """(path of a dict in ``(args, kwargs)``, removed keys, structure of the dict of added entries)"""
 CHANGED_KEY = "autoshard_changed"
 """key in an exported program's meta: paths and removed keys of mutated dicts"""
-_RESULT_TYPES = (torch.Tensor, bool, int, float, str, type(None), torch.SymInt)
+_RESULT_TYPES = (Tensor, bool, int, float, str, type(None), torch.SymInt)
 """leaf types that a program can return"""
 
 
@@ -164,9 +165,9 @@ def _containers_with_paths(
         yield from _containers_with_paths(item, (*path, key), known)
 
 
-def _tensors_inside(value: Any) -> Iterator[torch.Tensor]:
+def _tensors_inside(value: Any) -> Iterator[Tensor]:
     """The tensors in ``value``."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         yield value
     for _, item in _keyed_items(value):
         yield from _tensors_inside(item)

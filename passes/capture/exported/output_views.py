@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoshard.errors import CaptureError
@@ -39,7 +40,7 @@ def find_output_views(given: Sequence[Any], outputs: Sequence[Any]) -> tuple[Out
     return tuple(found)
 
 
-def _may_own_less(member: tuple[int, torch.Tensor]) -> tuple[bool, bool, bool]:
+def _may_own_less(member: tuple[int, Tensor]) -> tuple[bool, bool, bool]:
     """Sorts the tensor that others are views of before them."""
     _, x = member
     return not x.requires_grad, x._is_view(), not _is_dense(x)
@@ -55,20 +56,20 @@ def with_lengths(views: Iterable[OutputView], of: Callable[[Any], int]) -> Itera
                 yield made
 
 
-def _by_memory(leaves: Sequence[Any]) -> dict[StorageWeakRef, list[tuple[int, torch.Tensor]]]:
-    found: dict[StorageWeakRef, list[tuple[int, torch.Tensor]]] = {}
+def _by_memory(leaves: Sequence[Any]) -> dict[StorageWeakRef, list[tuple[int, Tensor]]]:
+    found: dict[StorageWeakRef, list[tuple[int, Tensor]]] = {}
     for i, x in enumerate(leaves):
-        if isinstance(x, torch.Tensor) and x.layout == torch.strided and not (x.is_nested or x.is_conj() or x.is_neg()):
+        if isinstance(x, Tensor) and x.layout == torch.strided and not (x.is_nested or x.is_conj() or x.is_neg()):
             found.setdefault(StorageWeakRef(x.untyped_storage()), []).append((i, x))
     return found
 
 
-def _view(number: int, x: torch.Tensor, of: int, owner: torch.Tensor, is_input: bool) -> OutputView:
+def _view(number: int, x: Tensor, of: int, owner: Tensor, is_input: bool) -> OutputView:
     offset: Any = x.storage_offset() - owner.storage_offset()
     return OutputView(number, of, is_input, x is owner, (*x.shape,), x.stride(), offset, owner.stride())
 
 
-def _shows(x: torch.Tensor, owner: torch.Tensor) -> bool:
+def _shows(x: Tensor, owner: Tensor) -> bool:
     """Whether ``x`` is part of ``owner`` in memory, and a view of it for autograd."""
     if x is owner:
         return True
@@ -80,12 +81,12 @@ def _shows(x: torch.Tensor, owner: torch.Tensor) -> bool:
     return x._base is owner or places[0] == places[1] or _is_within(x, owner)
 
 
-def _is_dense(x: torch.Tensor) -> bool:
+def _is_dense(x: Tensor) -> bool:
     """Whether ``x`` of known lengths occupies each place of its range once."""
     return (span := _span(x)) is not None and x.numel() == len(span)
 
 
-def _span(x: torch.Tensor) -> range | None:
+def _span(x: Tensor) -> range | None:
     """The places in its storage between the first and the last element of ``x``."""
     lengths = *x.shape, *x.stride(), x.storage_offset()
     if not all(type(n) is int for n in lengths) or not x.numel():
@@ -94,7 +95,7 @@ def _span(x: torch.Tensor) -> range | None:
     return range(x.storage_offset(), x.storage_offset() + last + 1)
 
 
-def _is_within(x: torch.Tensor, owner: torch.Tensor) -> bool:
+def _is_within(x: Tensor, owner: Tensor) -> bool:
     mine, whole = _span(x), _span(owner)
     if mine is None or whole is None or not _is_dense(owner):
         return False

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.snapshots import NO_ATTRIBUTE, items_or_attributes, own_attribute
@@ -64,7 +64,7 @@ def _parameter_names(function: Any) -> tuple[str, ...]:
 
 
 _VARIADIC = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-LEAF_ARGUMENT_TYPES = frozenset((torch.Tensor, bool, int, float, str, type(None)))
+LEAF_ARGUMENT_TYPES = frozenset((Tensor, bool, int, float, str, type(None)))
 
 
 def constant_key(x: Any) -> tuple[type, Any]:
@@ -87,7 +87,7 @@ def _flat_call_spec(count: int, names: tuple[str, ...]) -> pytree.TreeSpec:
 def _is_unregistered(leaf: Any) -> bool:
     """Whether the class of a leaf must be registered. Refuses objects that cannot be inspected."""
     try:
-        if isinstance(leaf, torch.Tensor) or type(leaf) in _ATOMIC_TYPES:
+        if isinstance(leaf, Tensor) or type(leaf) in _ATOMIC_TYPES:
             return False
         return _is_kv_cache(type(leaf)) or _holds_tensor(leaf, set())
     except Exception as error:  # a user's class may raise anything, even for __class__
@@ -139,7 +139,7 @@ _KV_CACHE_CLASSES: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 def _is_child(value: Any, of_cache: bool) -> bool:
     """Whether an attribute becomes a child. ``of_cache``: empty containers do, too."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return True
     if type(value) in _ATOMIC_TYPES:
         return False
@@ -149,7 +149,7 @@ def _is_child(value: Any, of_cache: bool) -> bool:
 
 
 def _holds_tensor(value: Any, seen: set[int]) -> bool:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return True
     if type(value) in _ATOMIC_TYPES or id(value) in seen or isinstance(value, _OPAQUE_TYPES):
         return False
@@ -187,7 +187,7 @@ _LENGTH_DIM = 4
 
 def _count_as_length(count: Any, device: Any) -> Any:
     """A counter as the length of an empty tensor, since lengths may be dynamic."""
-    if isinstance(count, torch.Tensor) or not isinstance(count, int | torch.SymInt):
+    if isinstance(count, Tensor) or not isinstance(count, int | torch.SymInt):
         return count
     if not isinstance(count, int) or any(active_dispatch_mode(mode) is not None for mode in _TRACING_MODES):
         return _tensor_of_length.__wrapped__(count, device)
@@ -199,12 +199,12 @@ _TRACING_MODES = DispatchModeKey.FUNCTIONAL, DispatchModeKey.PROXY
 
 
 @functools.lru_cache(maxsize=1 << 6)  # cached: export knows its arguments by identity
-def _tensor_of_length(count: Any, device: Any) -> torch.Tensor:
+def _tensor_of_length(count: Any, device: Any) -> Tensor:
     return torch.empty((*[0] * _LENGTH_DIM, count), dtype=torch.bool, device=device)
 
 
 def _count_from_length(child: Any) -> Any:
-    return child.shape[_LENGTH_DIM] if isinstance(child, torch.Tensor) and child.ndim > _LENGTH_DIM else child
+    return child.shape[_LENGTH_DIM] if isinstance(child, Tensor) and child.ndim > _LENGTH_DIM else child
 
 
 def _register_class(cls: type) -> None:

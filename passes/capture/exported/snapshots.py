@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoshard.errors import CaptureError
@@ -45,7 +45,7 @@ def items_or_attributes(x: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
     """
     if type(x) is dict:  # most common
         return x.copy()
-    if type(x) in _VALUE_TYPES or isinstance(x, torch.Tensor | nn.Module | type | ModuleType):
+    if type(x) in _VALUE_TYPES or isinstance(x, Tensor | nn.Module | type | ModuleType):
         return None
     if isinstance(x, dict):
         return dict(OrderedDict.items(x) if isinstance(x, OrderedDict) else dict.items(x))
@@ -191,7 +191,7 @@ def _keys_and_items(held: Any) -> Iterator[Any]:
     return (x for pair in held.items() for x in pair) if isinstance(held, dict) else iter(held)
 
 
-PlainTensors = dict[str, tuple[torch.Tensor, int]]
+PlainTensors = dict[str, tuple[Tensor, int]]
 """dotted name → (tensor in a plain attribute, its version counter)"""
 
 REMOVED_STATE_MESSAGE = (
@@ -229,7 +229,7 @@ def plain_tensors(model: nn.Module) -> PlainTensors:
     return {
         f"{path}.{name}" if path else name: (value, value._version)
         for path, name, value in named
-        if isinstance(value, torch.Tensor) and value.is_leaf and not hasattr(value, LEFT_BY_TRACE)
+        if isinstance(value, Tensor) and value.is_leaf and not hasattr(value, LEFT_BY_TRACE)
     }
 
 
@@ -242,7 +242,7 @@ def check_attribute_writes(model: nn.Module, before: PlainTensors, parameters: C
     written = []
     for name, (tensor, version) in before.items():
         now = attribute_or_none(model, name)
-        if not isinstance(now, torch.Tensor) or (now is tensor and now._version == version):
+        if not isinstance(now, Tensor) or (now is tensor and now._version == version):
             continue
         if now is not tensor and (now.dtype != tensor.dtype or StorageWeakRef(tensor.untyped_storage()) in parameters):
             continue
@@ -277,11 +277,11 @@ def register_as_buffers(model: nn.Module, names: Iterable[str]) -> None:
 
 def alias_plain_tensors(model: nn.Module) -> None:
     """Replace each by an alias: a trace marks tensors that are written."""
-    aliases: dict[int, torch.Tensor] = {}
+    aliases: dict[int, Tensor] = {}
     for module in model.modules():
         for name, value in vars(module).items():
             if (
-                isinstance(value, torch.Tensor)
+                isinstance(value, Tensor)
                 and value.is_leaf
                 and not value.requires_grad
                 and not hasattr(value, LEFT_BY_TRACE)
@@ -322,7 +322,7 @@ def check_buffer_shapes(module: nn.Module, before: Mapping[str, torch.Size]) -> 
             )
 
 
-def write_buffers_in_place(module: nn.Module, before: Mapping[str, torch.Tensor | None]) -> None:
+def write_buffers_in_place(module: nn.Module, before: Mapping[str, Tensor | None]) -> None:
     """Copy replaced buffers into the old ones: export sees those of the root module only."""
     for name, old in before.items():
         new = module._buffers.get(name)

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import sympy  # type: ignore[import-untyped,unused-ignore]
 import torch
 import torch.utils._pytree as pytree
+from torch import Tensor
 from torch.export import Dim, ShapesCollection
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -38,8 +39,6 @@ from autoshard.torch_private.ops import OpOverload
 
 PlainNumber = int | float | bool
 _SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_FALLBACK_ESTIMATE = 64
-"""estimate of a number with no known bound"""
 
 prim = torch.ops.prim
 
@@ -120,13 +119,13 @@ def estimated_number(value: Any) -> PlainNumber:
     for free_symbol in free_unbacked_symbols(expression):
         upper: Any = ranges[free_symbol].upper if free_symbol in ranges else None
         bounded = upper is not None and upper.is_Integer and upper < 2**40
-        guesses[free_symbol] = max(2, int(upper) // 2) if bounded else _FALLBACK_ESTIMATE
+        guesses[free_symbol] = max(2, int(upper) // 2) if bounded else 64
     return max(2, int(expression.xreplace(guesses)))
 
 
 def fake_value_type(value: Any, grad: bool, length: Callable[[Any], int] = int) -> TensorType:
     """The type of a fake tensor or symbolic number. ``length``: export's dynamic length → ours."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         unknown = tuple(d for d, n in enumerate(value.shape) if is_data_dependent_number(n))
         shape = tuple(int(estimated_number(n)) if d in unknown else length(n) for d, n in enumerate(value.shape))
         return TensorType(shape, value.dtype, grad, unknown)
@@ -152,7 +151,7 @@ class DynamicInput:
 
     path: str
     """argument name, such as ``labels`` or ``args[0]``"""
-    tensor: torch.Tensor
+    tensor: Tensor
     dims: Mapping[int, tuple[int, str]]
     """dim → (multiple, name); the name is "" if the user gave none"""
 
@@ -169,7 +168,7 @@ def with_static_fallback(dynamic: Dynamic, do: Callable[[Dynamic], ResultT]) -> 
     return do(False)
 
 
-def dynamic_inputs(tensors: Mapping[str, torch.Tensor], dynamic: Dynamic) -> dict[str, DynamicInput]:
+def dynamic_inputs(tensors: Mapping[str, Tensor], dynamic: Dynamic) -> dict[str, DynamicInput]:
     """Argument → tensor of the example and its dynamic dims. Raises :class:`HintError`."""
     if not isinstance(dynamic, Mapping):
         return {path: DynamicInput(path, x, dict.fromkeys(range(x.ndim), (1, ""))) for path, x in tensors.items()}
@@ -208,7 +207,7 @@ class ExportedLengths:
     labels have one batch. A call with different lengths there is compiled separately.
     """
 
-    def __init__(self, inputs: Mapping[str, tuple[DynamicInput, torch.Tensor]]) -> None:
+    def __init__(self, inputs: Mapping[str, tuple[DynamicInput, Tensor]]) -> None:
         """``inputs``: name in the graph → (the example's tensor, export's fake tensor)."""
         self.meaning: dict[sympy.Symbol, sympy.Expr] = {}
         self.example: dict[sympy.Symbol, int] = {}
@@ -351,7 +350,7 @@ def lengthened_example(graph: Graph, example: Example) -> Example | None:
     results = [graph.types[out.name] for out in graph.outputs if isinstance(out, Ref)]
     grown = {(tuple(t.shape[:d]), tuple(t.shape[d + 1 :]), t.dtype) for t in results for d in range(len(t.shape))
              if int(t.shape[d]) > 1}  # fmt: skip
-    lengths = {int(n) for x in leaves if isinstance(x, torch.Tensor) for n in x.shape}
+    lengths = {int(n) for x in leaves if isinstance(x, Tensor) for n in x.shape}
     other = next(n for n in itertools.count(2) if n not in lengths)
     found = False
     for number, (name, leaf) in enumerate(zip(graph.flat_inputs, leaves, strict=True)):

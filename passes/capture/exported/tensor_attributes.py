@@ -13,12 +13,12 @@ from types import new_class
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.pytrees import constant_key
 
-TensorT = TypeVar("TensorT", bound=torch.Tensor)
+TensorT = TypeVar("TensorT", bound=Tensor)
 
 TAKEN_FROM = "_autoshard_taken_from"
 """attribute of a skeleton's tensor during a capture: the user's, which a global may hold"""
@@ -43,23 +43,23 @@ AttributeRead = tuple[tuple[str, str], Any]
 """((parameter or buffer, attribute), value read; :data:`_NO_TENSOR_ATTRIBUTE` if there was none)"""
 
 
-def user_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+def user_attributes(tensor: Tensor) -> dict[str, Any]:
     """Attributes that users set on a tensor, by name."""
     return {name: x for name, x in vars(tensor).items() if name not in INTERNAL_ATTRIBUTES}
 
 
-def eager_tensor_class(tensor: torch.Tensor) -> type:
+def eager_tensor_class(tensor: Tensor) -> type:
     """The class of a parameter or buffer in eager: torch's, or the user's own."""
     kind = getattr(type(tensor), _USER_CLASS, type(tensor))
     if kind.__module__.partition(".")[0] not in ("torch", "autoshard"):
         return kind
-    return nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
+    return nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
 
 
-def with_user_class(made: TensorT, old: torch.Tensor) -> TensorT:
+def with_user_class(made: TensorT, old: Tensor) -> TensorT:
     """``made``, the replacement of ``old``, as an instance of the user's class of ``old``."""
     kind = eager_tensor_class(old)
-    if kind not in (nn.Parameter, torch.Tensor) and not issubclass(type(made), kind):
+    if kind not in (nn.Parameter, Tensor) and not issubclass(type(made), kind):
         made.__class__ = kind if issubclass(kind, type(made)) else _derived_class(type(made), kind)  # type: ignore[arg-type]
     return made
 
@@ -70,12 +70,12 @@ def _derived_class(base: type, kind: type) -> type:
     return new_class(kind.__name__, (base, kind), {}, lambda space: space.update(own))
 
 
-def check_tensor_class(what: str, tensor: torch.Tensor) -> None:
+def check_tensor_class(what: str, tensor: Tensor) -> None:
     """Refuse a parameter or buffer whose class overrides methods: traces use plain tensors."""
     for kind in type(tensor).__mro__:
         if kind.__module__.partition(".")[0] == "torch" or kind is object:
             continue
-        anew = [name for name in vars(kind) if name not in _HARMLESS_OVERRIDES and hasattr(torch.Tensor, name)]
+        anew = [name for name in vars(kind) if name not in _HARMLESS_OVERRIDES and hasattr(Tensor, name)]
         if anew or vars(kind).get("__slots__"):
             raise CaptureError(
                 f"{what} is a {type(tensor).__name__}, whose class overrides "
@@ -89,8 +89,8 @@ class TraceOrigin:
     """The model's tensor behind a traced one. ``read``: attributes read by the forward."""
 
     name: str
-    of: torch.Tensor
-    traced: Mapping[int, torch.Tensor]
+    of: Tensor
+    traced: Mapping[int, Tensor]
     """id of a tensor of the model → its replacement in the trace"""
     read: dict[tuple[str, str], None]
 
@@ -107,15 +107,13 @@ class TraceOrigin:
         return self.traced.get(id(found), found)
 
 
-def parameters_and_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def parameters_and_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Path → parameter or buffer, tied ones under every path."""
     parameters = nn.Module.named_parameters(model, remove_duplicate=False)
     return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
 
 
-def record_origins(
-    model: nn.Module, own: Mapping[str, torch.Tensor], read: dict[tuple[str, str], None]
-) -> dict[int, torch.Tensor]:
+def record_origins(model: nn.Module, own: Mapping[str, Tensor], read: dict[tuple[str, str], None]) -> dict[int, Tensor]:
     """Mark tensors in the traced ``model`` by :class:`TraceOrigin`. Returns id of own → traced."""
     now = {name: x for name, x in parameters_and_buffers(model).items() if name in own}
     taken = ((vars(own[name]).get(TAKEN_FROM), x) for name, x in now.items())
@@ -126,16 +124,14 @@ def record_origins(
     return traced
 
 
-def attribute_values(
-    read: Iterable[tuple[str, str]], tensor: Callable[[str], torch.Tensor]
-) -> tuple[AttributeRead, ...]:
+def attribute_values(read: Iterable[tuple[str, str]], tensor: Callable[[str], Tensor]) -> tuple[AttributeRead, ...]:
     """Current values of the attributes ``read``. ``tensor``: name → tensor."""
     return tuple(
         ((name, attribute), vars(tensor(name)).get(attribute, _NO_TENSOR_ATTRIBUTE)) for name, attribute in read
     )
 
 
-def are_attributes_changed(read: Iterable[AttributeRead], tensor: Callable[[str], torch.Tensor]) -> bool:
+def are_attributes_changed(read: Iterable[AttributeRead], tensor: Callable[[str], Tensor]) -> bool:
     """Whether any of these attributes was replaced or removed since."""
     now = ((value, vars(tensor(name)).get(attribute, _NO_TENSOR_ATTRIBUTE)) for (name, attribute), value in read)
     return any(

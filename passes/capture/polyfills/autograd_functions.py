@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from autoshard import frames
@@ -89,7 +90,7 @@ def _calls_autograd_grad(function: Any, forward: Callable[..., Any], args: Seque
         return grad(*args, **kwargs)
 
     with _untraced_trial(function, forward), patched([(torch.autograd, "grad", noted)]):
-        _torch_apply(function, [_meta_tensor_like(a) if isinstance(a, torch.Tensor) else a for a in args])
+        _torch_apply(function, [_meta_tensor_like(a) if isinstance(a, Tensor) else a for a in args])
     return bool(taken)
 
 
@@ -159,9 +160,9 @@ def apply_as_op(function: Any, forward: Callable[..., Any], args: Sequence[Any])
         operands = [g.clone() if g.requires_grad else g for g in given]  # leaves cannot be written
         versions = [t._version for t in operands]
         results = _torch_apply(function, autograd_ops.unpack_arguments(operands, others))
-        single = isinstance(results, torch.Tensor)
+        single = isinstance(results, Tensor)
         found = (results,) if single else results
-        if not isinstance(found, tuple | list) or not all(isinstance(r, torch.Tensor) for r in found):
+        if not isinstance(found, tuple | list) or not all(isinstance(r, Tensor) for r in found):
             problem = "returns a value that is not a tensor"
         elif draws.any or not torch.equal(before, torch.get_rng_state()):
             problem = "draws random numbers"
@@ -172,14 +173,14 @@ def apply_as_op(function: Any, forward: Callable[..., Any], args: Sequence[Any])
         problem = f"does not run on tensors without values ({_user_line_prefix(failed[0])}{type(failed[0]).__name__}: {first})"
     if problem:
         return problem
-    with _with_own_forward(function, forward):
+    with patched([(function, "forward", staticmethod(forward))]):
         made = autograd_ops.function_op(
             autograd_ops.function_path(function), tensors, others, autograd_ops.autocast_as_text()
         )
     return made[0] if single else tuple(made)
 
 
-def _meta_tensor_like(t: torch.Tensor) -> torch.Tensor:
+def _meta_tensor_like(t: Tensor) -> Tensor:
     """A meta tensor like ``t``."""
     return torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
 
@@ -202,7 +203,7 @@ def _untraced_trial(function: Any, forward: Callable[..., Any]) -> Iterator[list
     failed: list[Exception] = []
     with (
         unset_fake_temporarily(), disable_proxy_modes_tracing(), torch.DisableTorchFunction(), above_autograd(),
-        torch.enable_grad(), _with_own_forward(function, forward),
+        torch.enable_grad(), patched([(function, "forward", staticmethod(forward))]),
     ):  # fmt: skip
         try:
             yield failed
@@ -217,17 +218,8 @@ def _user_line_prefix(error: Exception) -> str:
     return f"{own[-1]}: " if own else ""
 
 
-def _with_own_forward(function: Any, forward: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Restore ``function``'s own ``forward`` inside."""
-    return patched([(function, "forward", staticmethod(forward))])
-
-
 def _torch_apply(function: Any, args: Sequence[Any]) -> Any:
     return inspect.getattr_static(torch.autograd.Function, "apply").__get__(None, function)(*args)
-
-
-def _has_large_operand(args: Sequence[Any]) -> bool:
-    return any(isinstance(a, torch.Tensor) and a.numel() > MAX_TRIAL_ELEMENTS for a in args)
 
 
 def _random_arguments(args: Sequence[Any]) -> list[Any]:
@@ -237,7 +229,7 @@ def _random_arguments(args: Sequence[Any]) -> list[Any]:
     """
     generator, lengths = torch.Generator().manual_seed(0), dict[int, int]()
 
-    def shape_of(a: torch.Tensor) -> tuple[int, ...]:
+    def shape_of(a: Tensor) -> tuple[int, ...]:
         if not large:
             return tuple(a.shape)
         return tuple(
@@ -245,29 +237,29 @@ def _random_arguments(args: Sequence[Any]) -> list[Any]:
         )
 
     def number(a: Any) -> Any:
-        if not isinstance(a, torch.Tensor):
+        if not isinstance(a, Tensor):
             return a
         if not a.is_floating_point():
             return torch.zeros(shape_of(a), dtype=a.dtype)
         x = torch.randn(shape_of(a), dtype=torch.float64, generator=generator)
         return x.requires_grad_(a.requires_grad)
 
-    large = _has_large_operand(args)
+    large = any(isinstance(a, Tensor) and a.numel() > MAX_TRIAL_ELEMENTS for a in args)
     return [number(a) for a in args]
 
 
-def _results_and_gradients(results: Any, operands: Sequence[Any]) -> list[torch.Tensor | None]:
+def _results_and_gradients(results: Any, operands: Sequence[Any]) -> list[Tensor | None]:
     """Results, and gradients of a random linear combination of them."""
     results = result_list(results)
     generator = torch.Generator().manual_seed(1)
-    wanted = [a for a in operands if isinstance(a, torch.Tensor) and a.requires_grad]
-    ends = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
+    wanted = [a for a in operands if isinstance(a, Tensor) and a.requires_grad]
+    ends = [r for r in results if isinstance(r, Tensor) and r.requires_grad]
     seeds = [torch.randn(tuple(r.shape), dtype=r.dtype, generator=generator) for r in ends]
     found = torch.autograd.grad(ends, wanted, seeds, allow_unused=True) if ends and wanted else ()
-    return [*(r.detach() for r in results if isinstance(r, torch.Tensor)), *found]
+    return [*(r.detach() for r in results if isinstance(r, Tensor)), *found]
 
 
-def _are_close_or_zero(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+def _are_close_or_zero(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return (a is None or not a.any()) and (b is None or not b.any())
     # Hand-written derivatives have rounded constants, such as 0.79788456 for sqrt(2/π).

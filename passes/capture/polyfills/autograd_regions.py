@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 import torch.utils.checkpoint as checkpoint
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.traceback import annotate, preserve_node_meta
 
 from autoshard.frames import is_autoshard_file, is_torch_frame
@@ -31,7 +31,7 @@ from autoshard.torch_private.autograd import set_grad_enabled
 from autoshard.torch_private.capture import CHECKPOINT_GENERATOR
 
 _INFERENCE_ATTRIBUTES = {
-    getattr(torch.Tensor, name).__get__: answer
+    getattr(Tensor, name).__get__: answer
     for name, answer in (("requires_grad", False), ("is_leaf", True), ("grad_fn", None))
 }
 """attributes of tensors made in inference mode, even with gradients turned on"""
@@ -112,7 +112,7 @@ class ActivationCheckpoints(Observer):
             yield
 
     def _reentrant(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        found = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+        found = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
         if torch.is_grad_enabled() and not any(x.requires_grad for x in found):
             raise self.refuse(
                 "torch.utils.checkpoint with use_reentrant=True gets no input that requires a gradient, so "

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx.experimental import proxy_tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -68,9 +68,7 @@ def decompose_under_autocast(mode: Any, op: Any, args: Any, kwargs: Any) -> Any:
     ):
         narrow = state[0][1]
         with mode:
-            return op(
-                *tree_map_only(torch.Tensor, lambda x: x.to(narrow) if x.dtype == torch.float else x, args), **kwargs
-            )
+            return op(*tree_map_only(Tensor, lambda x: x.to(narrow) if x.dtype == torch.float else x, args), **kwargs)
     if state and op in AUTOCAST_DECOMPOSED:
         with mode:
             return op.decompose(*args, **kwargs)
@@ -81,7 +79,7 @@ def with_shared_casts(graph: Graph) -> Graph:
     """One cast per parameter, like autocast's cache: its gradients sum in low precision."""
     if not any(kept for _, _, kept in autocast_state()):
         return graph
-    parameters = {i.name for i in graph.inputs if i.kind == "parameter" and graph.types[i.name].dtype == torch.float}
+    parameters = {i.name for i in graph.of_kind("parameter") if graph.types[i.name].dtype == torch.float}
     first: dict[tuple[str, str], str] = {}
 
     def shared(build: NodeBuilder, node: Node) -> bool:
@@ -151,7 +149,7 @@ def _cast_floating(tree: Any, dtype: torch.dtype | None) -> Any:
     """``tree`` with floating tensors cast to ``dtype``."""
     if dtype is None:
         return tree
-    return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
 
 
 def annotate_stored_dtypes(
@@ -161,7 +159,7 @@ def annotate_stored_dtypes(
     if precision is None:
         return graph
     types = dict(graph.types)
-    for value in (i for i in graph.inputs if i.kind == "parameter" and types[i.name].dtype.is_floating_point):
+    for value in (i for i in graph.of_kind("parameter") if types[i.name].dtype.is_floating_point):
         type_ = types[value.name]
         stored, summed = stored_dtypes[value.fqn], precision.reduce
         types[value.name] = replace(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard.passes.capture.observer import Observer, Patch, replacement_patch
 from autoshard.runtime.operations.experts import ExpertForm, experts_op
@@ -54,7 +54,7 @@ def _expert_interface(get: Callable[..., Any]) -> Callable[..., Any]:
     def get_interface(self: Any, name: Any, default: Callable[..., Any]) -> Callable[..., Any]:
         found = get(self, name, default)
 
-        def forward(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
+        def forward(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Any:
             form = None if torch.is_autocast_enabled(x.device.type) else _gated_form(module)
             if form is None:
                 return found(module, x, ids, weights)
@@ -112,26 +112,23 @@ def _activation_name(function: Any) -> str | None:
     return _ACTIVATION_CLASSES.get(type(function).__name__) or _ACTIVATION_FUNCTIONS.get(function)
 
 
-def _call_experts_op(
-    module: Any, form: ExpertForm, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+def _call_experts_op(module: Any, form: ExpertForm, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     first, second = module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj
     weights = weights.to(torch.promote_types(weights.dtype, first.dtype))  # product's dtype
-    biases: dict[str, torch.Tensor] = {}
+    biases: dict[str, Tensor] = {}
     if module.has_bias:
         biases["first_bias"] = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
         biases["second_bias"] = module.down_proj_bias
-    y: torch.Tensor = experts_op(x.to(first.dtype), ids, weights, first, second, **asdict(form), **biases)
+    y: Tensor = experts_op(x.to(first.dtype), ids, weights, first, second, **asdict(form), **biases)
     return y.to(x.dtype)
 
 
 def _llama4_moe(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Llama 4: every expert gets every token, times zero if not chosen; here only chosen tokens."""
 
-    def routed(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def routed(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         if _activation_name(self.experts.act_fn) is None or torch.is_autocast_enabled(hidden_states.device.type):
-            found: tuple[torch.Tensor, torch.Tensor] = forward(self, hidden_states)
-            return found
+            return forward(self, hidden_states)
         x = hidden_states.reshape(-1, self.hidden_dim)
         scores, logits = self.router(x)
         ids = logits.topk(self.top_k, dim=1).indices
@@ -143,14 +140,12 @@ def _llama4_moe(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _llama4_experts(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def chosen(self: Any, x: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+    def chosen(self: Any, x: Tensor, ids: Tensor | None = None) -> Tensor:
         if ids is None:
-            found: torch.Tensor = forward(self, x)
-            return found
+            return forward(self, x)
         ones = torch.ones_like(ids, dtype=x.dtype)
         form = _activation_name(self.act_fn), True, True
-        y: torch.Tensor = experts_op(x, ids, ones, self.gate_up_proj, self.down_proj, *form)
-        return y
+        return experts_op(x, ids, ones, self.gate_up_proj, self.down_proj, *form)
 
     return chosen
 
@@ -158,17 +153,16 @@ def _llama4_experts(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _longcat_experts(forward: Callable[..., Any]) -> Callable[..., Any]:
     """LongCat: identity experts without weights follow the others."""
 
-    def routed(self: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def routed(self: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         activation, count = _activation_name(self.act_fn), self.num_routed_experts
         if activation is None or not count or torch.is_autocast_enabled(x.device.type):
-            found: torch.Tensor = forward(self, x, ids, weights)
-            return found
+            return forward(self, x, ids, weights)
         first = self.gate_up_proj
         if self.zero_expert_num:  # parts of a split shard separately; a slice needs exchanges
             first = first.split([count, self.zero_expert_num])[0]
         form = activation, True, False
         weights = weights.to(torch.promote_types(weights.dtype, x.dtype))
-        y: torch.Tensor = experts_op(x, ids, weights, first, self.down_proj, *form)
+        y: Tensor = experts_op(x, ids, weights, first, self.down_proj, *form)
         if not self.zero_expert_num:
             return y
         return y + (x * weights.where(ids >= count, 0).sum(-1, keepdim=True)).to(x.dtype)
@@ -179,7 +173,7 @@ def _longcat_experts(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _jetmoe_gating(forward: Callable[..., Any]) -> Callable[..., Any]:
     """JetMoE's routing, with group sizes as a tensor instead of Python numbers."""
 
-    def counted(self: Any, x: torch.Tensor) -> Any:
+    def counted(self: Any, x: Tensor) -> Any:
         if torch.is_autocast_enabled(x.device.type):
             return forward(self, x)
         logits = self.layer(x).float()
@@ -195,8 +189,8 @@ def _jetmoe_gating(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _jetmoe_experts(forward: Callable[..., Any]) -> Callable[..., Any]:
     """JetMoE's expert products of sorted rows, as a grouped GEMM."""
 
-    def multiplied(self: Any, rows: torch.Tensor, sizes: Any) -> Any:
-        if not isinstance(sizes, torch.Tensor):
+    def multiplied(self: Any, rows: Tensor, sizes: Any) -> Any:
+        if not isinstance(sizes, Tensor):
             return forward(self, rows, sizes)
         return grouped_mm(rows, self.weight.mT, sizes.cumsum(0).to(torch.int32), True)
 

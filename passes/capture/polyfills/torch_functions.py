@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from autoshard.passes.capture.observer import ObservedCall, Observer, Patch
 from autoshard.passes.capture.polyfills.trailing_slices import index_trailing, is_trailing_index
@@ -39,13 +40,13 @@ from autoshard.torch_private.ops import (
 
 
 def _gaussian_nll_loss_polyfill(
-    input: torch.Tensor,  # noqa: A002
-    target: torch.Tensor,
-    var: torch.Tensor | float,
+    input: Tensor,  # noqa: A002
+    target: Tensor,
+    var: Tensor | float,
     full: bool = False,
     eps: float = 1e-6,
     reduction: str = "mean",
-) -> torch.Tensor:
+) -> Tensor:
     """``F.gaussian_nll_loss``: ``var`` is clamped to ``eps`` in the value, not in the gradient."""
     if isinstance(var, float):
         var = torch.full_like(input, var)
@@ -61,12 +62,12 @@ def _gaussian_nll_loss_polyfill(
 
 
 def _cov_polyfill(
-    input: torch.Tensor,  # noqa: A002
+    input: Tensor,  # noqa: A002
     *,
     correction: int = 1,
-    fweights: torch.Tensor | None = None,
-    aweights: torch.Tensor | None = None,
-) -> torch.Tensor:
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Tensor:
     """``torch.cov`` of [variables, observations], or one variable; inf or NaN if ill-defined."""
     x = input.reshape(1, -1) if input.dim() < 2 else input
     given = [w for w in (fweights, aweights) if w is not None]
@@ -80,7 +81,7 @@ def _cov_polyfill(
     return (torch.mm(centred, (centred * weights).t().conj()) / free.clamp(min=0)).squeeze()
 
 
-def _corrcoef_polyfill(input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+def _corrcoef_polyfill(input: Tensor) -> Tensor:  # noqa: A002
     """``torch.corrcoef``: covariances over the standard deviations, in [-1, 1]."""
     cov = _cov_polyfill(input)
     if cov.dim() == 0:
@@ -91,31 +92,31 @@ def _corrcoef_polyfill(input: torch.Tensor) -> torch.Tensor:  # noqa: A002
 
 
 def _ctc_loss_polyfill(
-    log_probs: torch.Tensor,
+    log_probs: Tensor,
     targets: Any,
     input_lengths: Any,
     target_lengths: Any,
     blank: int = 0,
     reduction: str = "mean",
     zero_infinity: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """``F.ctc_loss``; if lengths are tensors, an op of our own per sample, then mean or sum."""
-    if not (isinstance(input_lengths, torch.Tensor) and isinstance(target_lengths, torch.Tensor)):
+    if not (isinstance(input_lengths, Tensor) and isinstance(target_lengths, Tensor)):
         return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
-    each: torch.Tensor = ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    each: Tensor = ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
     if reduction == "mean":
         return (each / target_lengths.clamp(min=1).to(each.device)).mean()
     return each.sum() if reduction == "sum" else each
 
 
-def _grouped_mm_polyfill(mat_a: torch.Tensor, mat_b: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+def _grouped_mm_polyfill(mat_a: Tensor, mat_b: Tensor, *given: Any, **options: Any) -> Tensor:
     """Torch's ``_grouped_mm``; in float32 and float16 an op of our own: traces refuse these."""
     options = dict(zip(("offs", "bias", "out_dtype"), given, strict=False)) | options
     ends = options.get("offs")
     plain = options.get("bias") is None and options.get("out_dtype") in (None, mat_a.dtype)
     wide = mat_a.dtype == mat_b.dtype and mat_a.dtype in (torch.float32, torch.float16)
     dims = (mat_a.dim(), mat_b.dim())
-    found: torch.Tensor
+    found: Tensor
     if wide and plain and ends is not None and dims == (2, 3):
         found = grouped_mm(mat_a, mat_b, ends)
     elif wide and plain and ends is None and dims == (3, 3):
@@ -125,44 +126,44 @@ def _grouped_mm_polyfill(mat_a: torch.Tensor, mat_b: torch.Tensor, *given: Any, 
     return found
 
 
-def _masked_select_polyfill(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # noqa: A002
+def _masked_select_polyfill(input: Tensor, mask: Tensor) -> Tensor:  # noqa: A002
     """``torch.masked_select`` as an index: indices by one mask share a symbolic length."""
     if input.shape != mask.shape:
         input, mask = torch.broadcast_tensors(input, mask)  # noqa: A001
     return input[mask]
 
 
-UNCHECKED_POLYFILLS: dict[Any, Callable[..., torch.Tensor]] = {
+UNCHECKED_POLYFILLS: dict[Any, Callable[..., Tensor]] = {
     F.ctc_loss: _ctc_loss_polyfill,
     is_all_true: torch.all,  # what torch.distributions calls
     is_any_true: torch.any,
     grouped_matmul: _grouped_mm_polyfill,
     F.gaussian_nll_loss: _gaussian_nll_loss_polyfill,
     torch.cov: _cov_polyfill,
-    torch.Tensor.cov: _cov_polyfill,
+    Tensor.cov: _cov_polyfill,
     torch.masked_select: _masked_select_polyfill,
-    torch.Tensor.masked_select: _masked_select_polyfill,
+    Tensor.masked_select: _masked_select_polyfill,
     torch.corrcoef: _corrcoef_polyfill,
-    torch.Tensor.corrcoef: _corrcoef_polyfill,
+    Tensor.corrcoef: _corrcoef_polyfill,
 }
 
 
-RecurrentFunction = Callable[..., tuple[torch.Tensor, ...]]
+RecurrentFunction = Callable[..., tuple[Tensor, ...]]
 _INSTANCE_NORM, _BATCH_NORM, _ALPHA_DROPOUT = torch.instance_norm, torch.batch_norm, torch.alpha_dropout
 _ROW_MAJOR = F.logsigmoid, F.one_hot
-_CHANNELS_LAST = torch.roll, torch.Tensor.roll, torch.channel_shuffle
+_CHANNELS_LAST = torch.roll, Tensor.roll, torch.channel_shuffle
 """results are channels-last if the operand is, else row-major"""
 
 
 def _recurrent_by_layer(function: RecurrentFunction) -> RecurrentFunction:
     """``torch.lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``; layer by layer if there is dropout."""
 
-    def stack(x: torch.Tensor, hx: Any, params: Any, *options: Any) -> tuple[torch.Tensor, ...]:
-        packed = isinstance(params, torch.Tensor)
+    def stack(x: Tensor, hx: Any, params: Any, *options: Any) -> tuple[Tensor, ...]:
+        packed = isinstance(params, Tensor)
         if packed:
             return function(x, hx, params, *options)
         has_biases, num_layers, dropout, train, bidirectional, batch_first = options
-        states = (hx,) if isinstance(hx, torch.Tensor) else hx
+        states = (hx,) if isinstance(hx, Tensor) else hx
         if not (dropout and train and num_layers > 1):
             out, *last = function(x, hx, params, *options)
             # Decomposed LSTMs of torch 2.11 and 2.12 return states with an extra dim.
@@ -172,7 +173,7 @@ def _recurrent_by_layer(function: RecurrentFunction) -> RecurrentFunction:
         for i in range(num_layers):
             x = torch.dropout(x, dropout, True) if i else x
             part = tuple(s.unflatten(0, (num_layers, -1))[i] for s in states)  # [layers · directions, batch, features]
-            given = part[0] if isinstance(hx, torch.Tensor) else part
+            given = part[0] if isinstance(hx, Tensor) else part
             x, *end = stack(x, given, params[each * i :][:each], has_biases, 1, 0.0, train, bidirectional, False)
             ends.append(end)
         return (x.transpose(0, 1) if batch_first else x, *(torch.cat(of) for of in zip(*ends, strict=True)))
@@ -180,13 +181,13 @@ def _recurrent_by_layer(function: RecurrentFunction) -> RecurrentFunction:
     return stack
 
 
-Vector = torch.Tensor | None
+Vector = Tensor | None
 
 
 def _instance_norm_polyfill(
-    x: torch.Tensor, weight: Vector, bias: Vector, running_mean: Vector, running_var: Vector, use_input_stats: bool,
+    x: Tensor, weight: Vector, bias: Vector, running_mean: Vector, running_var: Vector, use_input_stats: bool,
     momentum: float, *options: Any,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """``torch.instance_norm``, whose schema hides that it writes running statistics."""
     if not use_input_stats:
         return _INSTANCE_NORM(x, weight, bias, running_mean, running_var, False, momentum, *options)
@@ -200,9 +201,9 @@ def _instance_norm_polyfill(
 
 
 def _batch_norm_polyfill(
-    x: torch.Tensor, weight: Vector, bias: Vector, running_mean: Vector, running_var: Vector, training: bool,
+    x: Tensor, weight: Vector, bias: Vector, running_mean: Vector, running_var: Vector, training: bool,
     momentum: Any, *options: Any,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """``torch.batch_norm`` with a computed momentum, and its operand in the result's format."""
     x = x.contiguous(memory_format=suggest_memory_format(x))
     if not (training and isinstance(momentum, torch.SymFloat)):
@@ -216,49 +217,49 @@ def _batch_norm_polyfill(
     return out
 
 
-def _with_eager_layout(function: Callable[..., torch.Tensor], channels_last: bool) -> Callable[..., torch.Tensor]:
+def _with_eager_layout(function: Callable[..., Tensor], channels_last: bool) -> Callable[..., Tensor]:
     """``function`` with eager's memory format: row-major, or channels-last like the operand."""
 
-    def laid(input: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:  # noqa: A002
+    def laid(input: Tensor, *args: Any, **options: Any) -> Tensor:  # noqa: A002
         form = suggest_memory_format(input) if channels_last else torch.contiguous_format
         return function(input, *args, **options).contiguous(memory_format=form)
 
     return laid
 
 
-def _dropout_polyfill(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _dropout_polyfill(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A dropout that returns the operand itself, not a copy, if nothing is dropped."""
 
-    def dropped(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002
+    def dropped(input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002
         return function(input, p, train) if train and p else input
 
     return dropped
 
 
-def _dropout_in_place_polyfill(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _dropout_in_place_polyfill(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """An in-place dropout by the functional one: decomposed, it would save more than the mask."""
 
-    def dropped(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002
+    def dropped(input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002
         return input.copy_(function(input, p, train)) if train and p else input
 
     return dropped
 
 
-def _alpha_dropout_polyfill(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002
+def _alpha_dropout_polyfill(input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002
     """``torch.alpha_dropout``, which draws in memory order: permuted to row-major first."""
     order = order_in_memory(input)[0]
     return _ALPHA_DROPOUT(input.permute(order), p, train).permute(sorted(range(len(order)), key=order.__getitem__))
 
 
-def _bernoulli_(self: torch.Tensor, p: Any = 0.5, **options: Any) -> torch.Tensor:
+def _bernoulli_(self: Tensor, p: Any = 0.5, **options: Any) -> Tensor:
     """``bernoulli_`` in memory order, as in eager; its functional form draws in order of dims."""
-    if isinstance(p, torch.Tensor):
+    if isinstance(p, Tensor):
         return self.bernoulli_(p, **options)
     self.permute(order_in_memory(self)[0]).bernoulli_(p, **options)
     return self
 
 
-def _random_(self: torch.Tensor, *bounds: Any, **options: Any) -> torch.Tensor:
+def _random_(self: Tensor, *bounds: Any, **options: Any) -> Tensor:
     """``random_(low, high)``: export would generate Python with an argument named ``from``."""
     given = (*bounds, *([options["to"]] if "to" in options else []))
     if len(given) != 2 or None in given or options.keys() - {"to"}:
@@ -266,7 +267,7 @@ def _random_(self: torch.Tensor, *bounds: Any, **options: Any) -> torch.Tensor:
     return self.copy_(torch.randint_like(self, *given))
 
 
-def _standard_gamma(self: torch.Tensor) -> torch.Tensor:
+def _standard_gamma(self: Tensor) -> Tensor:
     """Torch's ``_standard_gamma``: a draw, plus an explicit gradient term of value 0."""
     if not self.requires_grad:
         return standard_gamma(self)
@@ -279,7 +280,7 @@ class _Dirichlet:
     """Replaces torch's ``_Dirichlet``: a draw, plus explicit gradient terms of value 0."""
 
     @staticmethod
-    def apply(concentration: torch.Tensor) -> torch.Tensor:
+    def apply(concentration: Tensor) -> Tensor:
         fixed = concentration.detach()
         drawn = sample_dirichlet(fixed)
         if not concentration.requires_grad:
@@ -289,15 +290,15 @@ class _Dirichlet:
         return drawn + moved - drawn * moved.sum(-1, True)
 
 
-def _gamma_sample(self: Any, sample_shape: Any = ()) -> torch.Tensor:
+def _gamma_sample(self: Any, sample_shape: Any = ()) -> Tensor:
     """``Gamma.rsample``, which clamps past autograd: the gradient ignores it."""
     shape = self._extended_shape(sample_shape)
-    value: torch.Tensor = standard_gamma(self.concentration.expand(shape)) / self.rate.expand(shape)
+    value: Tensor = standard_gamma(self.concentration.expand(shape)) / self.rate.expand(shape)
     fixed, least = value.detach(), torch.finfo(value.dtype).tiny
     return torch.where(fixed < least, least + (value - fixed), value)
 
 
-def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+def _copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
     """``copy_`` with a zero gradient for the old value; its functional form gives none."""
     if self.is_leaf or self._is_view() or not torch.is_grad_enabled():
         return self.copy_(src, non_blocking)
@@ -305,10 +306,10 @@ def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
     return self.zero_().add_(new)
 
 
-def _reduction_with_out(function: Callable[..., torch.Tensor], takes_dtype: bool) -> Callable[..., torch.Tensor]:
+def _reduction_with_out(function: Callable[..., Tensor], takes_dtype: bool) -> Callable[..., Tensor]:
     """A reduction with ``out=`` of another dtype: converts the operand first, not the result."""
 
-    def reduced(input: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:  # noqa: A002
+    def reduced(input: Tensor, *args: Any, **options: Any) -> Tensor:  # noqa: A002
         out = options.get("out")
         if out is None or out.dtype == input.dtype or options.get("dtype") is not None:
             return function(input, *args, **options)
@@ -336,9 +337,9 @@ MISTRACED_POLYFILLS: dict[Any, Callable[..., Any]] = {
     **{getattr(torch, name): f for name, f in _DROPOUT_POLYFILLS.items()},
     **{f: _with_eager_layout(f, False) for f in _ROW_MAJOR},
     **{f: _with_eager_layout(f, True) for f in _CHANNELS_LAST},
-    torch.Tensor.bernoulli_: _bernoulli_,
-    torch.Tensor.copy_: _copy_,
-    torch.Tensor.random_: _random_,
+    Tensor.bernoulli_: _bernoulli_,
+    Tensor.copy_: _copy_,
+    Tensor.random_: _random_,
     standard_gamma: _standard_gamma,
     **{f: _reduction_with_out(f, True) for f in (torch.sum, torch.prod, torch.nansum, torch.nanmean)},
     **{f: _reduction_with_out(f, False) for f in (torch.var, torch.std)},
@@ -358,8 +359,8 @@ _FLEX_MODULE = "torch.nn.attention.flex_attention"
 
 
 def _flex_attention_plain(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any, scale: float, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """(result [b, h, q, e]; per query: log2 of the sum of exp(scores), maximum score · log2(e))."""
     flex, groups = sys.modules[_FLEX_MODULE], query.shape[1] // key.shape[1]
     if groups > 1:
@@ -388,12 +389,12 @@ class FlexAttention(Observer):
             yield module, "setup_compilation_env", contextlib.nullcontext  # keeps modes
 
 
-def _equal_polyfill(input: torch.Tensor, other: torch.Tensor) -> bool:  # noqa: A002
+def _equal_polyfill(input: Tensor, other: Tensor) -> bool:  # noqa: A002
     return input.shape == other.shape and bool((input == other).all())
 
 
 POLYFILLS: dict[Any, Any] = UNCHECKED_POLYFILLS | MISTRACED_POLYFILLS
-_ASKING_POLYFILLS = {torch.equal: _equal_polyfill, torch.Tensor.equal: _equal_polyfill}
+_ASKING_POLYFILLS = {torch.equal: _equal_polyfill, Tensor.equal: _equal_polyfill}
 """polyfills that ask for a truth value, which an observer answers"""
 
 

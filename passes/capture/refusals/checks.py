@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.export.graph_signature import OutputKind
 
 from autoshard.errors import CaptureError, SharedStateError
@@ -67,7 +67,7 @@ def check_example(model: nn.Module, example: Example) -> None:
         return argument_paths(model, example)[i]
 
     for i, leaf in enumerate(pytree.tree_leaves(example)):
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, Tensor):
             check_dense(leaf, partial(name, i))
     by_groups = [
         x for x in pytree.tree_leaves(example, is_leaf=_is_group_quantized_layer) if _is_group_quantized_layer(x)
@@ -85,7 +85,7 @@ def _is_group_quantized_layer(x: Any) -> bool:
     return all(own_attribute(x, name) is not NO_ATTRIBUTE for name in ("q_group_size", "residual_length"))
 
 
-def check_dense(x: torch.Tensor, name: Callable[[], str]) -> None:
+def check_dense(x: Tensor, name: Callable[[], str]) -> None:
     """Refuse input ``x``, called ``name()``, if it is not a plain dense tensor."""
     if x.layout != torch.strided or x.is_nested or x.is_quantized:
         kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
@@ -102,14 +102,14 @@ def check_dtypes(graph: Graph) -> None:
             continue
         dtypes = dict.fromkeys(graph.types[name].dtype for name in node.inputs)
         if len(dtypes) > 1 and any(d.is_floating_point for d in dtypes):
-            given = [f"{i.fqn!r} {graph.types[i.name].dtype}" for i in graph.inputs if i.kind == "input"]
+            given = [f"{i.fqn!r} {graph.types[i.name].dtype}" for i in graph.of_kind("input")]
             raise CaptureError(
                 f"{node.fqn or 'the model'} ({node.source}): {node.op} needs operands of one dtype and gets "
                 f"{' and '.join(map(str, dtypes))}; the inputs are {', '.join(given)}. Convert one of them."
             )
 
 
-def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) -> None:
+def _check_tensor(kind: str, name: str, tensor: Tensor, training: bool) -> None:
     if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
         raise SharedStateError(f"{kind} {name!r} has no shape yet: run the model once before compiling it")
     if kind == "buffer" and tensor.layout != torch.strided:
@@ -155,30 +155,29 @@ def check_quantization_observer(node: fx.Node) -> None:
 
 def has_no_data(constant: Any) -> bool:
     """Whether a program's constant is no tensor, or one without data."""
-    return not isinstance(constant, torch.Tensor) or constant.is_meta or isinstance(constant, FakeTensor)
+    return not isinstance(constant, Tensor) or constant.is_meta or isinstance(constant, FakeTensor)
 
 
-def dense_constant(name: str, tensor: Any) -> torch.Tensor:
+def dense_constant(name: str, tensor: Any) -> Tensor:
     """A constant of the program, detached. Refuses one without data."""
     if has_no_data(tensor):
         raise CaptureError(
             f"the model's tensor {name!r} has no data and is not a parameter or buffer. Register "
             "it with register_buffer() or as nn.Parameter."
         )
-    found: torch.Tensor = tensor.detach()
-    return found
+    return tensor.detach()
 
 
 def check_result(node: fx.Node, value: Any) -> None:
     """Refuse a result that is neither a dense tensor nor a symbolic number."""
     check_quantization_observer(node)
-    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+    if isinstance(value, Tensor) and value.layout != torch.strided:
         raise CaptureError(f"{node_loc(node)}: {node.target} makes a {value.layout} tensor. Use dense tensors.")
-    if value is not None and not isinstance(value, torch.Tensor) and not is_data_dependent_number(value):
+    if value is not None and not isinstance(value, Tensor) and not is_data_dependent_number(value):
         raise CaptureError(f"{node_loc(node)}: {DATA_DEPENDENT_MESSAGE.format(what=f'a result of {node.target}')}")
 
 
-def check_as_strided_operand(node: fx.Node, operand: torch.Tensor, order: tuple[int, ...], offset: int) -> None:
+def check_as_strided_operand(node: fx.Node, operand: Tensor, order: tuple[int, ...], offset: int) -> None:
     """Refuse an operand of as_strided with gaps in memory, or a negative ``offset``.
 
     ``order``: the operand's dims by descending stride; () if in order.

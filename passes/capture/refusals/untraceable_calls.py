@@ -60,7 +60,9 @@ class OutsideTensors(Observer):
 
     def after(self, call: ObservedCall, result: Any) -> Any:
         """Refuse a result that propagates a gradient to an outside tensor."""
-        outside = [x for x in call.operands if _is_outside_tensor(x)]
+        outside = [
+            x for x in call.operands if (type(x) in (Tensor, nn.Parameter) and not x.is_meta and not x.is_inference())
+        ]
         read = _outside_reads.get()
         for x in outside:
             read.setdefault(id(x), (x, x._version))
@@ -84,11 +86,6 @@ class OutsideTensors(Observer):
                 SharedStateError,
             )
         return result
-
-
-def _is_outside_tensor(x: Tensor) -> bool:
-    """Whether ``x`` has data: traced tensors, the model's among them, have none."""
-    return type(x) in (Tensor, nn.Parameter) and not x.is_meta and not x.is_inference()
 
 
 def _label(x: Tensor) -> str:

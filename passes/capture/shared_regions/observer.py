@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 from torch.fx.traceback import get_current_meta, preserve_node_meta
 
 from autoshard.passes.capture.observer import ObservedCall, Observer, ObserverAnswer, Patch, replacement_patch
@@ -40,27 +40,25 @@ from autoshard.passes.capture.shared_regions.recording import (
 )
 from autoshard.passes.ir.text import is_number
 
-MIN_LIST_ENTRIES = 3
-"""shortest list with one entry per module; pairs (cosines and sines) belong to all modules"""
-
 OWN_ENTRY = "own"
 
 
-def argument_roles(path: str, arguments: Any) -> dict[Any, torch.Tensor]:
+def argument_roles(path: str, arguments: Any) -> dict[Any, Tensor]:
     """Position → tensor in ``arguments`` of the module at ``path``, its own entries only."""
     try:
         found = [(tuple(map(_plain_path_key, keys)), x) for keys, x in pytree.tree_flatten_with_path(arguments)[0]]
     except ValueError:  # a pytree class without key paths
         found = [((i,), x) for i, x in enumerate(pytree.tree_leaves(arguments))]
-    tensors = [(where, x) for where, x in found if isinstance(x, torch.Tensor)]
+    tensors = [(where, x) for where, x in found if isinstance(x, Tensor)]
     number = next((int(name) for name in reversed(path.split(".")) if is_number(name)), -1)
     counted: defaultdict[Any, set[int]] = defaultdict(set)
     for where, _ in tensors:
         for depth in range(2, len(where)):
             if isinstance(where[depth], int):
                 counted[where[:depth]].add(where[depth])
-    lists = {where for where, entries in counted.items() if len(entries) >= MIN_LIST_ENTRIES and number in entries}
-    named: dict[Any, torch.Tensor] = {}
+    # pairs (cosines and sines) belong to all modules
+    lists = {where for where, entries in counted.items() if len(entries) > 2 and number in entries}
+    named: dict[Any, Tensor] = {}
     for where, x in tensors:
         entries = {depth: where[depth] for depth in range(2, len(where)) if where[:depth] in lists}
         if all(i == number for i in entries.values()):
@@ -219,7 +217,7 @@ class SharedRegions(Observer):
         return output
 
 
-def _with_recorded_grads(results: list[torch.Tensor], found: RegionRecording) -> list[torch.Tensor]:
+def _with_recorded_grads(results: list[Tensor], found: RegionRecording) -> list[Tensor]:
     """``results`` of a marker, detached if the recorded ones had no gradient."""
     return [
         x if needs or not x.requires_grad else x.detach() for x, needs in zip(results, found.needs_grad, strict=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 from torch.fx.traceback import get_current_meta
 
 from autoshard.passes.capture.exported.provenance import CHECKPOINT_KEY
@@ -35,36 +35,36 @@ REGION_RESULTS: dict[int, Sequence[StridedMeta]] = {}
 """number of a traced region → its results; a trace adds and removes its own"""
 
 
-def strided_meta_of(x: torch.Tensor) -> StridedMeta:
+def strided_meta_of(x: Tensor) -> StridedMeta:
     """Sizes, strides, dtype and device of ``x``."""
     return tuple(x.shape), x.stride(), x.dtype, x.device
 
 
-def empty_from_meta(of: StridedMeta, device: torch.device | None = None) -> torch.Tensor:
+def empty_from_meta(of: StridedMeta, device: torch.device | None = None) -> Tensor:
     """An uninitialised tensor of these sizes, strides and dtype."""
     size, stride, dtype, own = of
     return torch.empty_strided(size, stride, dtype=dtype, device=device or own)
 
 
 @torch.library.custom_op("autoshard::called", mutates_args=())
-def traced_region(operands: list[torch.Tensor], results: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+def traced_region(operands: list[Tensor], results: list[Tensor], number: int) -> list[Tensor]:
     """Marks the end of a traced region, with its ``operands`` and ``results``."""
     return [x.clone() for x in results]
 
 
 @traced_region.register_fake
-def _(operands: list[torch.Tensor], results: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+def _(operands: list[Tensor], results: list[Tensor], number: int) -> list[Tensor]:
     return [empty_from_meta(strided_meta_of(x)) for x in results]
 
 
 @torch.library.custom_op("autoshard::called_again", mutates_args=())
-def repeated_region(operands: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+def repeated_region(operands: list[Tensor], number: int) -> list[Tensor]:
     """Stands for a repeat of region ``number`` with other ``operands``."""
     raise NotImplementedError("an op that only traces have")
 
 
 @repeated_region.register_fake
-def _(operands: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+def _(operands: list[Tensor], number: int) -> list[Tensor]:
     return [empty_from_meta(of) for of in REGION_RESULTS[number]]
 
 
@@ -98,10 +98,10 @@ def _current_checkpoint() -> Any:
 class RegionTensors:
     """Tensors of one call of a region, by role."""
 
-    def __init__(self, module: nn.Module, inputs: Mapping[Any, torch.Tensor]) -> None:
+    def __init__(self, module: nn.Module, inputs: Mapping[Any, Tensor]) -> None:
         """``inputs``: argument position → tensor, see ``roles``."""
         self.names: dict[int, TensorRole] = {}
-        self.by_name: dict[TensorRole, torch.Tensor] = {}
+        self.by_name: dict[TensorRole, Tensor] = {}
         self.versions: dict[TensorRole, int] = {}
         self.checkpoints = {_current_checkpoint(): 0}
         for where, x in inputs.items():
@@ -110,12 +110,12 @@ class RegionTensors:
         for path, x in own:
             self.add(("own", path), x)
 
-    def add(self, name: TensorRole, x: torch.Tensor) -> None:
+    def add(self, name: TensorRole, x: Tensor) -> None:
         self.by_name[name] = x
         self.names.setdefault(id(x), name)
         self.versions[name] = x._version
 
-    def name(self, x: torch.Tensor) -> TensorRole:
+    def name(self, x: Tensor) -> TensorRole:
         if id(x) not in self.names:
             self.add(("outer", id(x)), x)
         return self.names[id(x)]
@@ -126,7 +126,7 @@ class RegionTensors:
 
     def written(self, tree: Any) -> Any:
         """Comparison key of ``tree``, tensors by role. May raise :class:`RegionMismatchError`."""
-        if isinstance(tree, torch.Tensor):
+        if isinstance(tree, Tensor):
             return self.name(tree)
         if isinstance(tree, list | tuple):
             return type(tree), tuple(map(self.written, tree))
@@ -184,7 +184,7 @@ class RegionRecording:
         try:
             given = self.tensors.written((call.args if asked is None else asked.args, dict(call.kwargs)))
             leaves, spec = pytree.tree_flatten(result, is_leaf=lambda x: isinstance(x, torch.Size))
-            made = any(isinstance(x, torch.Tensor) for x in leaves)
+            made = any(isinstance(x, Tensor) for x in leaves)
             outcome = tuple(map(self._gives, leaves))
         except RegionMismatchError:
             self.failed = True
@@ -197,14 +197,14 @@ class RegionRecording:
         self.steps.append(RecordedCall(func, self.tensors.place(), given, outcome, spec))
 
     def _gives(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in self.tensors.names:
             self.tensors.add(("made", len(self.made)), leaf)
             self.made.append(strided_meta_of(leaf))
         return _RoleOfResult(self.tensors.names[id(leaf)])
 
-    def finish(self, output: Any) -> list[torch.Tensor]:
+    def finish(self, output: Any) -> list[Tensor]:
         """Tensors that leave the region. Raises :class:`RegionMismatchError` if it cannot be shared."""
         if self.failed:
             raise RegionMismatchError("it asks about values")
@@ -212,7 +212,7 @@ class RegionRecording:
         by_name = tensors.by_name
         if any(x._version != tensors.versions[name] for name, x in by_name.items() if name[0] != "made"):
             raise RegionMismatchError("it writes to its arguments")
-        names = [tensors.names.get(id(x)) for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+        names = [tensors.names.get(id(x)) for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
         if None in names:
             raise RegionMismatchError("its output was computed by an unseen call")
         if _are_referenced_elsewhere(
@@ -230,11 +230,11 @@ class RegionRecording:
         self.needs_grad = tuple(x.requires_grad for x in found)
         return found
 
-    def replaced(self, output: Any, results: Sequence[torch.Tensor]) -> Any:
+    def replaced(self, output: Any, results: Sequence[Tensor]) -> Any:
         """``output`` with ``results`` in place of the tensors that leave the region."""
         by_name = self.tensors.by_name
         new = {id(by_name["made", i]): x for i, x in zip(self.exports, results, strict=True)}
-        return pytree.tree_map_only(torch.Tensor, lambda x: new.get(id(x), x), output)
+        return pytree.tree_map_only(Tensor, lambda x: new.get(id(x), x), output)
 
 
 def _are_referenced_elsewhere(tensors: list[Any], *known: Any) -> bool:
@@ -252,7 +252,7 @@ def _are_referenced_elsewhere(tensors: list[Any], *known: Any) -> bool:
     return any(id(x) not in held and not isinstance(x, FrameType) for x in gc.get_referrers(*tensors))
 
 
-def _fake_tensor_like(of: StridedMeta, mode: FakeTensorMode | None) -> torch.Tensor:
+def _fake_tensor_like(of: StridedMeta, mode: FakeTensorMode | None) -> Tensor:
     meta = empty_from_meta(of, torch.device("meta"))
     return meta if mode is None else FakeTensor(mode, meta, of[-1])
 
@@ -279,7 +279,7 @@ def _roles_in(written: Any) -> Iterator[TensorRole]:
 class RegionReplay:
     """A call of an equal module, checked against ``recording``. ``results``: outputs by number."""
 
-    def __init__(self, recording: RegionRecording, tensors: RegionTensors, results: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, recording: RegionRecording, tensors: RegionTensors, results: Mapping[int, Tensor]) -> None:
         self.recording, self.tensors = recording, tensors
         self.steps = iter(recording.steps)
         mode = next((x.fake_mode for x in tensors.by_name.values() if isinstance(x, FakeTensor)), None)
@@ -310,7 +310,7 @@ class RegionReplay:
         if next(self.steps, None) is not None:
             raise RegionMismatchError("it makes fewer calls")
         for x in pytree.tree_leaves(output):
-            if isinstance(x, torch.Tensor):
+            if isinstance(x, Tensor):
                 kind, i = self.tensors.names.get(id(x), ("unseen", None))
                 if kind == "unseen" or (kind == "made" and i in self.inside):
                     raise RegionMismatchError("it returns something else")

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard.frames import is_autoshard_file, is_standard_library_file, is_torch_frame, is_users_file, users_modules
 from autoshard.passes.capture.exported.tensor_attributes import eager_tensor_class
@@ -194,7 +194,7 @@ def without_saved_hooks() -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(_unpacked_as_saved, _unpacked_as_saved)
 
 
-def _unpacked_as_saved(x: torch.Tensor) -> torch.Tensor:
+def _unpacked_as_saved(x: Tensor) -> Tensor:
     return x
 
 

@@ -7,6 +7,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoshard.frames import frame_location_text, users_frame
 from autoshard.runtime.operations.checks import OTHER_BUFFERS, OTHER_VALUES, exactly
@@ -19,22 +20,21 @@ GUARD_BUFFER = OTHER_BUFFERS
 GUARD_INTEGERS = OTHER_VALUES
 
 
-def guard_true(condition: torch.Tensor | torch.SymBool, message: str, frame: FrameType | None = None) -> None:
+def guard_true(condition: Tensor | torch.SymBool, message: str, frame: FrameType | None = None) -> None:
     """Assert ``condition`` in every call; the RuntimeError has ``frame``'s line and ``message``."""
     if isinstance(condition, torch.SymBool):
         condition = torch.scalar_tensor(torch.sym_ite(condition, 1, 0), dtype=torch.int64)
     assert_async(condition, f"{frame_location_text(frame or users_frame())}: {message}")
 
 
-def guard_equal(x: torch.Tensor, value: Any, message: str) -> None:
+def guard_equal(x: Tensor, value: Any, message: str) -> None:
     """Assert that every element of ``x`` equals ``value``."""
     guard_true((x == value).all(), message)
 
 
-def guard_shape(x: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
+def guard_shape(x: Tensor, shape: Sequence[Any]) -> Tensor:
     """``x`` with a static shape in the graph, asserted in every call."""
-    result: torch.Tensor = exactly(x, shape, frame_location_text(users_frame()))
-    return result
+    return exactly(x, shape, frame_location_text(users_frame()))
 
 
 def assume_true(condition: Any) -> None:

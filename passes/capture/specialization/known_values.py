@@ -45,7 +45,7 @@ def with_concrete_values() -> Iterator[None]:
     def without_draws(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = _drop_stale_values(func, args, kwargs or {})
         before = self.propagate_real_tensors
-        self.propagate_real_tensors = before and not _draws_random(func)
+        self.propagate_real_tensors = before and _RANDOM_TAG not in getattr(func, "tags", ())
         try:
             result = dispatch(self, func, types, args, kwargs)
         finally:
@@ -74,7 +74,7 @@ def with_concrete_values() -> Iterator[None]:
 def _storage_for_values(clone: Any, x: Tensor) -> torch.UntypedStorage:
     """``clone`` of the storage of ``x``, uninitialised if ``x`` has no values yet (inputs)."""
     try:
-        return clone(x)  # type: ignore[no-any-return]
+        return clone(x)
     except AssertionError:
         return torch.UntypedStorage(x.untyped_storage().nbytes(), device=x.device)
 
@@ -128,7 +128,7 @@ def _drop_stale_values(func: Any, args: Any, kwargs: Any) -> bool:
     for x in tensors:
         x.real_tensor = concrete_value(x)
     known = all(x.real_tensor is not None for x in tensors) and not (
-        _draws_random(func) or "empty" in func._schema.name
+        _RANDOM_TAG in getattr(func, "tags", ()) or "empty" in func._schema.name
     )
     if not func._schema.is_mutable or known:
         return known
@@ -149,12 +149,7 @@ def _stale_storages(tensor: Tensor) -> dict[int, Tensor]:
     """Storage id → stale value, kept alive so that the id is not reused."""
     if not isinstance(tensor, FakeTensor):
         return {}
-    found: dict[int, Tensor] = tensor.fake_mode.__dict__.setdefault("_autoshard_outdated", {})
-    return found
-
-
-def _draws_random(func: Any) -> bool:
-    return _RANDOM_TAG in getattr(func, "tags", ())
+    return tensor.fake_mode.__dict__.setdefault("_autoshard_outdated", {})
 
 
 def _with_fixed_sizes(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoshard.errors import CaptureError
@@ -241,7 +241,7 @@ class _DatalessCopies:
     """Meta tensors in place of those left by a traced call, marked as no state of the model."""
 
     def __init__(self) -> None:
-        self.found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.found: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, x: Any) -> Any:
         """``x``, with traced tensors replaced."""
@@ -270,7 +270,7 @@ def _graph_signature(graph: Graph) -> tuple[Any, ...]:
     return inputs, nodes, repr(as_numbered.outputs), dict(as_numbered.mutations)
 
 
-def _constant_bytes(x: torch.Tensor) -> Any:
+def _constant_bytes(x: Tensor) -> Any:
     """Dtype, shape and bytes of a constant; the tensor itself if it has no data."""
     if x.is_meta or isinstance(x, FakeTensor):
         return x
@@ -376,13 +376,13 @@ def graph_after_warm_up(
 class _DependencyMode(TorchDispatchMode):
     """Tracks tensors computed from values of ``sources``, or drawn at random."""
 
-    def __init__(self, sources: Iterable[torch.Tensor]) -> None:
+    def __init__(self, sources: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = {StorageWeakRef(x.untyped_storage()) for x in sources}
         self.asked = False
         """whether Python read a tracked value"""
 
-    def __contains__(self, x: torch.Tensor) -> bool:
+    def __contains__(self, x: Tensor) -> bool:
         return StorageWeakRef(x.untyped_storage()) in self.found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -399,20 +399,18 @@ class _DependencyMode(TorchDispatchMode):
         return out
 
 
-def _tensor_leaves(tree: Any) -> list[torch.Tensor]:
-    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+def _tensor_leaves(tree: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-def _frozen_state(model: nn.Module) -> Iterator[torch.Tensor]:
+def _frozen_state(model: nn.Module) -> Iterator[Tensor]:
     yield from (p for p in model.parameters() if not p.requires_grad)
     yield from model.buffers()
 
 
 def _warm_up_output(model: nn.Module, example: Example, *modes: _DependencyMode) -> Any:
     """Output of ``model`` for a copy of ``example``, a source of ``modes[0]``. Forks the RNG."""
-    args, kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), example
-    )
+    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), example)
     with torch.random.fork_rng(), contextlib.ExitStack() as stack:
         for mode in modes[:1]:
             mode.found |= {StorageWeakRef(x.untyped_storage()) for x in _tensor_leaves((args, kwargs))}
@@ -430,11 +428,11 @@ def _have_equal_tensors(one: Any, other: Any) -> bool:
     return True
 
 
-def _copied_values(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _copied_values(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.detach().clone() for name, x in buffers.items()}
 
 
-def _write_values(buffers: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
+def _write_values(buffers: dict[str, Tensor], values: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name, x in buffers.items():
             x.detach().copy_(values[name])

@@ -505,8 +505,7 @@ def _with_heads(build: NodeBuilder, value: Ref, heads: tuple[int, int]) -> Ref:
     """[b · h, ..., ...] → [b, h, ..., ...]: its source before flattening, or a reshape."""
     whole, node = (*heads, *build.shape(value)[1:]), build.graph.producers.get(value.name)
     if node is not None and node.op is aten.reshape.default and build.shape(node.args[0]) == whole:
-        source: Ref = node.args[0]
-        return source
+        return node.args[0]
     return build(aten.reshape.default, value, list(whole))
 
 

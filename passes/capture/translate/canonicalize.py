@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from autoshard.aten import aten
 from autoshard.passes.capture.exported.symbolic_shapes import is_data_dependent_number
@@ -66,9 +66,6 @@ READS_MEMORY_LAYOUT = {aten.as_strided.default, aten.view_as_complex.default, at
 OVERWRITING_OPS = {aten.zero.default, aten.fill.Scalar}
 """ops that ignore the values of their operand"""
 
-_CACHE_LIMIT = 10_000
-"""size limit of the cache :attr:`Gradients._torchs`"""
-
 _IDENTITY_OPS = {aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.clone.default}
 _SHAPE_OPS = {aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
@@ -101,14 +98,14 @@ def unchanged_operand(
     args: Any,
     types: dict[str, TensorType],
     result: Any,
-    shape_of: Callable[[torch.Tensor], Sequence[int]],
+    shape_of: Callable[[Tensor], Sequence[int]],
 ) -> Ref | None:
     """The operand that ``op`` returns unchanged, or None. ``result``: the op's fake result.
 
     In a functional graph a clone is its operand. A dropout without effect draws nothing in eager
     mode either; ``native_dropout`` stays, as it returns a mask, too.
     """
-    if not args or not isinstance(args[0], Ref) or not isinstance(result, torch.Tensor | tuple):
+    if not args or not isinstance(args[0], Ref) or not isinstance(result, Tensor | tuple):
         return None
     operand: Ref = args[0]
     before = types[operand.name]
@@ -116,7 +113,7 @@ def unchanged_operand(
         return operand
     if op is aten.dropout.default:
         return operand if args[1] == 0 or args[2] is False else None
-    if not isinstance(result, torch.Tensor):
+    if not isinstance(result, Tensor):
         return None
     if op is aten._to_copy.default:
         return operand if before.dtype == result.dtype else None
@@ -139,7 +136,7 @@ def cat_with_empty(args: Any, types: dict[str, TensorType], result: Any) -> Ref 
     return rest[0]
 
 
-def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
     """The dims of ``tensor`` in memory order, outermost first."""
     strides = [_traced_length(s) for s in tensor.stride()]
     return tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
@@ -148,7 +145,7 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 def operand_order(node: fx.Node) -> tuple[int, ...]:
     """:func:`memory_order` of the traced first operand; () if it is row-major."""
     value = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], fx.Node) else None
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return ()
     traced = torch.empty_strided(
         *([_traced_length(n) for n in ns] for ns in (value.shape, value.stride())), device="meta"
@@ -219,7 +216,7 @@ class GradientFlow:
 
     def __init__(self) -> None:
         self._others: dict[str, tuple[bool, ...] | None] = {}
-        if len(self._torchs) > _CACHE_LIMIT:
+        if len(self._torchs) > 10_000:
             self._torchs.clear()
 
     def flags(self, op: Any, args: Any, kwargs: Any, types: dict[str, TensorType], results: list[Any]) -> list[bool]:
@@ -233,7 +230,7 @@ class GradientFlow:
         known = answers[key]
         if known is not None and len(known) == len(results):
             return list(known)
-        return [isinstance(r, torch.Tensor) and (r.is_floating_point() or r.is_complex()) for r in results]
+        return [isinstance(r, Tensor) and (r.is_floating_point() or r.is_complex()) for r in results]
 
     @staticmethod
     def _ask(op: Any, args: Any, kwargs: Any, types: dict[str, TensorType]) -> tuple[bool, ...] | None:
@@ -242,4 +239,4 @@ class GradientFlow:
         except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
             return None  # no meta kernel, or none for the estimate of a data-dependent number
         results = result if isinstance(result, tuple | list) else (result,)
-        return tuple(isinstance(r, torch.Tensor) and r.requires_grad for r in results)
+        return tuple(isinstance(r, Tensor) and r.requires_grad for r in results)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import fx
+from torch import Tensor, fx
 from torch.export import exported_program
 from torch.export.graph_signature import InputKind, OutputKind
 
@@ -78,9 +78,7 @@ def expand_composites(
     for node in nodes:
         if not is_kept(node) and node not in same:
             recorded = _record_calls(node, functional_variant(node.target) or node.target)
-            if not all(
-                is_allowed(func) and isinstance(out, torch.Tensor | list | tuple) for func, _, _, out in recorded[0]
-            ):
+            if not all(is_allowed(func) and isinstance(out, Tensor | list | tuple) for func, _, _, out in recorded[0]):
                 return False
             written[node] = recorded
     graph, new, named = fx.Graph(module), dict[fx.Node, Any](), _AliasTracker()
@@ -145,7 +143,7 @@ class _AliasTracker:
     def before(self, node: fx.Node) -> list[fx.Node]:
         """The aliases of the memory of ``node`` so far; adds ``node``."""
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor):  # of several results each has a node
+        if not isinstance(value, Tensor):  # of several results each has a node
             return []
         memory = storage_id(value)
         names = self.of.get(memory, [])
@@ -163,7 +161,7 @@ def _writes_sole_alias(names: list[fx.Node], node: fx.Node, result: Any) -> bool
 
 
 def _has_symbolic_length(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return any(isinstance(n, torch.SymInt) for n in value.shape)
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
 
@@ -186,9 +184,9 @@ def _emit_recorded(
     known = {id(arg.meta["val"]): new[arg] for arg in node.all_input_nodes}
     read = {id(x) for x in pytree.tree_leaves([result, *((args, kwargs) for _, args, kwargs, _ in calls)])}
     for func, args, kwargs, out in calls:
-        if any(id(x) not in known for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)):
+        if any(id(x) not in known for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)):
             return None
-        operands, options = pytree.tree_map_only(torch.Tensor, lambda x: known[id(x)], (args, kwargs))
+        operands, options = pytree.tree_map_only(Tensor, lambda x: known[id(x)], (args, kwargs))
         made = graph.create_node("call_function", func, operands, options, _trace_name(graph, func))
         made.meta = {**node.meta, "val": out}
         known[id(out)] = made
@@ -279,12 +277,10 @@ def _rename_tensors(program: torch.export.ExportedProgram, renamed: Callable[[st
 
 
 def _is_complex(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_complex()
+    return isinstance(value, Tensor) and value.is_complex()
 
 
-def _scatter_as_real_pairs(
-    scatter: Any, x: torch.Tensor, part: torch.Tensor, dim: int = 0, *where: Any, **named: Any
-) -> Any:
+def _scatter_as_real_pairs(scatter: Any, x: Tensor, part: Tensor, dim: int = 0, *where: Any, **named: Any) -> Any:
     """A complex ``scatter`` on (real, imaginary) pairs: the complex one has no derivative."""
     if not x.is_complex():
         return NotImplemented
@@ -385,7 +381,7 @@ _NLL_LOSS_PATCH: Patch = (
 def _dispatch_keys_patches(program: torch.export.ExportedProgram) -> list[Patch]:
     """Patches that limit PyTorch's dispatch keys to devices of ``program``, CPU and meta."""
     tensors = pytree.tree_leaves([n.meta.get("val") for n in program.graph.nodes])
-    devices = {"cpu", "meta", *(x.device.type for x in tensors if isinstance(x, torch.Tensor))}
+    devices = {"cpu", "meta", *(x.device.type for x in tensors if isinstance(x, Tensor))}
     names = {dispatch_key_of_device(device) for device in devices}
     lists = ("_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE", "_BACKEND_KEYS_TO_OVERRIDE")
     of_devices = (

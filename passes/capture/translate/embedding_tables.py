@@ -26,7 +26,7 @@ def mark_embedding_tables(graph: Graph) -> Graph:
     """``graph`` whose types describe its embedding tables: rows read, sparsity, placement.
 
     Several tables with one row per sample may be table-wise; only then pooling is fused."""
-    found = [i.name for i in graph.inputs if i.kind == "parameter" and _is_only_looked_up(i.name, graph)]
+    found = [i.name for i in graph.of_kind("parameter") if _is_only_looked_up(i.name, graph)]
     pooled = _fuse_pooling(graph, found)
     whole = [name for name in found if _can_be_table_wise(name, pooled)]
     graph, whole = (pooled, whole) if len(whole) > 1 else (graph, [])
@@ -60,7 +60,7 @@ def _is_only_looked_up(name: str, graph: Graph) -> bool:
 
 def _can_be_table_wise(name: str, graph: Graph) -> bool:
     """Whether look-ups give one row per sample, by indices from inputs (table-wise placement)."""
-    given = values_reached(graph, (i.name for i in graph.inputs if i.kind == "input"))
+    given = values_reached(graph, (i.name for i in graph.of_kind("input")))
     return all(
         len(graph.types[node.outputs[0]].shape) == 2
         and node.inputs[node.positions["indices"]] in given

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.export.graph_signature import (
     ConstantArgument,
     InputKind,
@@ -137,10 +137,10 @@ class _GraphBuilder:
         self.gradients = GradientFlow()
         self.detached: dict[str, Ref] = {}
         self.inputs: dict[str, Input] = {}
-        self.constants: dict[str, torch.Tensor] = {}
+        self.constants: dict[str, Tensor] = {}
         self.lengths = ExportedLengths(self.opened(inputs))
 
-    def opened(self, inputs: Mapping[str, DynamicInput]) -> dict[str, tuple[DynamicInput, torch.Tensor]]:
+    def opened(self, inputs: Mapping[str, DynamicInput]) -> dict[str, tuple[DynamicInput, Tensor]]:
         """Input name → (its dynamic lengths, its fake tensor)."""
         paths, order = argument_paths(self.model, self.example), iter(export_order(self.program, self.example))
         specs = [s for s in self.program.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
@@ -264,7 +264,7 @@ class _GraphBuilder:
     def length(self, n: Any) -> int:
         return self.lengths.of(n) if is_input_length(n) else n
 
-    def shape(self, value: torch.Tensor) -> list[int]:
+    def shape(self, value: Tensor) -> list[int]:
         return [self.length(n) for n in value.shape]
 
     def same(self, node: fx.Node, op: Any, args: Any) -> Ref | None:
@@ -289,11 +289,7 @@ class _GraphBuilder:
         """Whether an operand in ``tree`` is a data-dependent number, or has such a length."""
         return any(self.types[ref.name].unknown or self.types[ref.name].number is not None for ref in refs(tree))
 
-    def is_symbolic(self, tree: Any) -> bool:
-        """Whether an operand in ``tree`` has a symbolic length."""
-        return any(isinstance(n, Size) for ref in refs(tree) for n in self.types[ref.name].shape)
-
-    def cast(self, node: fx.Node, ref: Ref, value: torch.Tensor, like: Ref | None = None) -> Ref:
+    def cast(self, node: fx.Node, ref: Ref, value: Tensor, like: Ref | None = None) -> Ref:
         """``ref``, expanded and cast to the shape and dtype of ``value``."""
         if [str(n) for n in self.fakes[ref.name].shape] != [str(n) for n in value.shape]:
             if like is not None and self.is_open((ref, like)):
@@ -343,7 +339,7 @@ class _GraphBuilder:
         while name in self.types or name in self.fx_nodes:
             number += 1
             name = f"{stem}_{number}"
-        if self.is_open(args) or self.is_symbolic(args):
+        if self.is_open(args) or any(isinstance(n, Size) for ref in refs(args) for n in self.types[ref.name].shape):
             given = map_refs(args if export_args is None else export_args, lambda ref: self.fakes[ref.name])
             value = op(*given, **kwargs)
         else:

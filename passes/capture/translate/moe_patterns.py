@@ -200,10 +200,6 @@ class RoutingPatterns(Matcher):
             if isinstance(number, int) and number >= 0 and self.graph.shape(value)[-1] == 1:
                 yield found["gates"], number
 
-    def behind_casts(self, value: Ref) -> list[Ref]:
-        """``value``, and the values before its casts, the last of which is no cast."""
-        return [m["x"] for m in self.matches("~(x := _)", value)]
-
     # --- experts ---
 
     def _half(self, value: Any) -> Iterator[tuple[Ref, int]]:
@@ -330,7 +326,7 @@ class CapacityPatterns(RoutingPatterns):
     def placed(self, value: Ref) -> DispatchMask | None:
         """``value`` [.., t, e, c] as a mask, if it is one and no slot holds two rows."""
         rows = tuple(f"t{i}" for i in range(len(self.graph.shape(value)) - 2))
-        behind = self.behind_casts(value)
+        behind = [m["x"] for m in self.matches("~(x := _)", value)]
         nonzero = any(self.graph.types[x.name].dtype == torch.bool for x in behind[:-1])
         factors = self._factors(behind[-1], (*rows, "e", "c"))
         if factors is None:
@@ -350,7 +346,7 @@ class CapacityPatterns(RoutingPatterns):
 
     def _factors(self, value: Ref, dims: DimNames) -> list[tuple[Ref, DimNames]] | None:
         """The factors of ``value``, a product with these dims, summed over "k"; without casts."""
-        value = self.behind_casts(value)[-1]
+        value = [m["x"] for m in self.matches("~(x := _)", value)][-1]
         node = self.graph.producers.get(value.name)
         if len(dims) != len(self.graph.shape(value)):
             return None

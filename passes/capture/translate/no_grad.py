@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from autoshard.aten import aten
 from autoshard.errors import CaptureError
@@ -207,11 +207,11 @@ def _is_copy(node: fx.Node, operand: fx.Node) -> bool:
     if getattr(node.target, "_opname", "") not in _MAYBE_COPYING:
         return False
     results = node.meta.get("val"), operand.meta.get("val")
-    storages = [storage_id(_unbatched(x)) for x in results if isinstance(x, torch.Tensor)]
+    storages = [storage_id(_unbatched(x)) for x in results if isinstance(x, Tensor)]
     return len(set(storages)) == 2
 
 
-def _unbatched(x: torch.Tensor) -> torch.Tensor:
+def _unbatched(x: Tensor) -> Tensor:
     """The tensor behind a batched one of torch.vmap, which has no storage."""
     while is_batchedtensor(x):
         x = get_unwrapped(x)

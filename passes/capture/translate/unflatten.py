@@ -38,7 +38,7 @@ def unmerge_views(graph: Graph) -> Graph:
         if view is None:
             return False
         views[node.outputs[0]] = view
-        split = view.steps > 1 and view.splits_merged_dims
+        split = view.steps > 1 and (view.mixed or not view.merged <= _adjacent_factors(view.after))
         if split:
             _build_view(build, view)
         return split
@@ -62,10 +62,6 @@ class _ViewChain:
     mixed: bool = False
     """whether an intermediate view merged a dim with a part of another"""
     steps: int = 0
-
-    @property
-    def splits_merged_dims(self) -> bool:
-        return self.mixed or not self.merged <= _adjacent_factors(self.after)
 
     def turned(self, order: Sequence[int]) -> _ViewChain:
         return replace(self, after=tuple(self.after[d] for d in order), steps=self.steps + 1)
@@ -115,7 +111,7 @@ def _view_chain_of(node: Node, views: dict[str, _ViewChain], graph: Graph) -> _V
     """The chain of views that ends with ``node``; None where ``node`` cannot be part of one."""
     if len(node.inputs) != 1 or (node.op is aten.clone.default and not graph.returned.isdisjoint(node.outputs)):
         return None
-    types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
+    types = [graph.types[name] for name in node.values]
     if any(t.unknown or 0 in t.shape for t in types):
         return None
     (operand,) = node.inputs
@@ -256,7 +252,7 @@ class _RowAnalysis:
         """The leading dims that reshape ``node`` merges into one."""
         if node.op is not aten.reshape.default or len(node.inputs) != 1:
             return None
-        before, after = (self.graph.types[name] for name in (*node.inputs, *node.outputs))
+        before, after = (self.graph.types[name] for name in node.values)
         if before.unknown or not after.shape:
             return None
         same = len(before.shape) - len(after.shape) + 1
@@ -277,7 +273,7 @@ class _RowAnalysis:
     def _apart(self, node: Node, lead: LeadingDims) -> Node | None:
         """``node`` on unflattened rows, if it works row by row; else None."""
         graph, rows = self.graph, math.prod(lead)
-        types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
+        types = [graph.types[name] for name in node.values]
         made = [graph.types[name] for name in node.outputs]
         if node.order or not made or any(t.unknown for t in types):
             return None
@@ -331,7 +327,7 @@ class _RowAnalysis:
         return found
 
     def _shared(self, node: Node) -> Iterator[str]:
-        return (name for name in (*node.inputs, *node.outputs) if name in self.leading_dims)
+        return (name for name in node.values if name in self.leading_dims)
 
     def written(self, wanted: set[str]) -> Graph:
         """The graph with ``wanted`` nodes on unflattened rows; the others read them flattened."""
@@ -376,8 +372,7 @@ class _RowAnalysis:
 
 
 def _rename_reads(node: Node, names: Mapping[str, str]) -> Node:
-    found: Node = map_refs(node, lambda ref: Ref(names.get(ref.name, ref.name)))
-    return found
+    return map_refs(node, lambda ref: Ref(names.get(ref.name, ref.name)))
 
 
 def _shift_dims(node: Node, rank: int, more: int) -> Node | None:

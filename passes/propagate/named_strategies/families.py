@@ -55,8 +55,7 @@ class Families:
 
     def of(self, value: str, dim: int) -> Family:
         """The family of a dim; a dim that no operation shards is alone in its own."""
-        found: Family = self._union[value, dim]
-        return found
+        return self._union[value, dim]
 
     def length(self, family: Family) -> int:
         value, dim = family
@@ -108,7 +107,7 @@ class Families:
     @cached_property
     def from_inputs(self) -> frozenset[str]:
         """Values that depend on an input."""
-        return values_reached(self.graph, (i.name for i in self.graph.inputs if i.kind == "input"))
+        return values_reached(self.graph, (i.name for i in self.graph.of_kind("input")))
 
     def origins(self, weight: str) -> frozenset[str]:
         """Parameters behind a value of :attr:`weights`."""
@@ -138,7 +137,7 @@ class Families:
         if strategy.label in context_parallel.SEQUENCE_SHARDED:
             return True
         family, cut = self.cut(node, strategy), dict(sharded_dims_of(node, strategy))
-        rest = [v for v in (*node.inputs, *node.outputs) if v not in cut]
+        rest = [v for v in node.values if v not in cut]
         return any(family in self.of_all([v]) for v in rest)
 
 
@@ -146,7 +145,7 @@ def sharded_dims_of(node: Node, strategy: Strategy) -> list[tuple[str, int]]:
     """(value, dim) pairs that a strategy shards, as far as they belong to one family."""
     if strategy.joins == "none":
         return []
-    names, placed = (*node.inputs, *node.outputs), (*strategy.inputs, *strategy.outputs)
+    names, placed = node.values, strategy.placements
     if strategy.joins == "results":
         names, placed = node.outputs, strategy.outputs
     return [(n, p.dim) for n, p in zip(names, placed, strict=True) if isinstance(p, Shard)]
@@ -213,7 +212,7 @@ def batch_of(families: Families) -> frozenset[Family]:
     Ties: dim 0 of the first input. Empty if there is none.
     """
     graph = families.graph
-    inputs = [i.name for i in graph.inputs if i.kind == "input"]
+    inputs = [i.name for i in graph.of_kind("input")]
     places: dict[Family, tuple[int, int]] = {}
     for number, value in enumerate(inputs):
         for dim in range(len(graph.types[value].shape)):

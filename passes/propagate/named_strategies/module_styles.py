@@ -79,7 +79,8 @@ def style_requests(
         owned = {
             i.name
             for i in graph.inputs
-            if i.kind == "parameter" and _matches_parameter(i.fqn, i.aliases, pattern, modules)
+            if i.kind == "parameter"
+            and any(_matches_name(n, pattern) or n.rpartition(".")[0] in modules for n in (i.fqn, *i.aliases))
         }
         if not modules and not owned:
             missed.append(pattern)
@@ -151,16 +152,11 @@ def _matches_name(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
 
 
-def _matches_parameter(fqn: str, aliases: tuple[str, ...], pattern: str, modules: list[str]) -> bool:
-    """Whether a parameter matches, itself or as a direct parameter of a module."""
-    return any(_matches_name(n, pattern) or n.rpartition(".")[0] in modules for n in (fqn, *aliases))
-
-
 def _report_missed(missed: list[str], patterns: Mapping[str, Any], graph: Graph) -> None:
     """Warn about patterns without match; raise :class:`PlanError` if no pattern matches."""
     if not missed:
         return
-    known = [*modules_of(graph), *(i.fqn for i in graph.inputs if i.kind == "parameter")]
+    known = [*modules_of(graph), *(i.fqn for i in graph.of_kind("parameter"))]
     near = difflib.get_close_matches(missed[0], known, n=3, cutoff=0.3)
     text = f"like: {missed[0]!r} matches no module and no parameter. Nearest: {', '.join(near or known[:3])}"
     if len(missed) == len(patterns):

@@ -110,7 +110,7 @@ def _unplaced_reason(name: str, nodes: Sequence[Node], label: str, tables: int) 
 
 def unplaced_note(left: dict[str, str], graph: Graph) -> str:
     """Note text about tables that cannot be placed as asked."""
-    names = {i.name: i.fqn for i in graph.inputs}
+    names = graph.fqns
     parts = []
     for why in dict.fromkeys(left.values()):
         tables = [names[n] for n, other in left.items() if other == why]

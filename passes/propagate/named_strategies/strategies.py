@@ -147,7 +147,7 @@ def _fsdp(context: StrategyContext, ranks: int) -> AxisRequest:
 
 def _can_be_summed(node: Node, graph: Graph) -> bool:
     """Whether a gradient of ``node`` may be a partial sum."""
-    trained = any(graph.types[o].grad for o in node.outputs)
+    trained = graph.is_differentiable(node)
     return trained and any(s.label == "R" for s in axis_strategies(node, graph))
 
 
@@ -390,7 +390,7 @@ def _check_expert_lists(
     expert: NamedStrategy, hinted: Mapping[str, Constraint], found: Collection[HintConflict], graph: Graph, mesh: Mesh
 ) -> None:
     owned = {(n, axis): None for n, axis, has_owner in found if has_owner}
-    names = {i.name: i.fqn for i in graph.inputs}
+    names = graph.fqns
     for node in graph.nodes if owned else ():
         for name, axis in owned if node.op == STACKED else ():
             left = [n for n in node.inputs if (n, axis) not in owned]

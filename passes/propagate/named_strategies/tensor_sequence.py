@@ -115,7 +115,7 @@ def megatron_sp_requests(
     for node in families.graph.nodes:
         cuts, outside = families.labels(node, chosen), False
         if not cuts:
-            touched = families.of_all(v for v in (*node.inputs, *node.outputs) if v not in families.weights)
+            touched = families.of_all(v for v in node.values if v not in families.weights)
             cuts, outside = families.labels(node, sequence), stream.isdisjoint(touched)
         yield node.name, families.asked(node, cuts, outside)
 
@@ -128,7 +128,7 @@ def sequence_families(
     batch = batch - families.ring_families  # with one sample most work is independent along the sequence
     sequence: set[Family] = set()
     for p in found:
-        for value in (*p.node.inputs, *p.node.outputs):
+        for value in p.node.values:
             dims = len(types[value].shape)
             if value in families.weights or dims < 2 or (p.is_lookup and value in p.node.inputs):
                 continue
@@ -163,14 +163,11 @@ def sequence_requests(
             yield node.name, None
         else:
             if cuts and families.weights.isdisjoint(node.inputs):
-                apart = fused_dim_factors(node, families)  # no product leads there from a replicated value
+                apart = frozenset(
+                    s.factor for s in families.strategies(node) if s.in_parts
+                )  # no product leads there from a replicated value
                 cuts |= families.labels(node, heads) - apart
             yield node.name, families.asked(node, cuts)
-
-
-def fused_dim_factors(node: Node, families: Families) -> frozenset[str]:
-    """Factors that shard every part of a fused dim, such as queries, keys and values."""
-    return frozenset(s.factor for s in families.strategies(node) if s.in_parts)
 
 
 def infeasible_sequence_notes(
@@ -216,7 +213,7 @@ def ring_strategies(node: Node, families: Families) -> frozenset[str]:
 def _head_families(node: Node, others: frozenset[Family], families: Families) -> frozenset[Family]:
     """Families other than sequence and batch that shard all activations of ``node``: heads."""
     found = set()
-    activations = {v for v in (*node.inputs, *node.outputs) if v in families.activations}
+    activations = {v for v in node.values if v in families.activations}
     for strategy in families.strategies(node):
         family = families.cut(node, strategy)
         if family is not None and family not in others and activations <= dict(sharded_dims_of(node, strategy)).keys():

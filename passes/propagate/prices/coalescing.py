@@ -99,8 +99,7 @@ def shared_latencies(
     launches, *links = (
         np.where(finite, x, 0.0) - np.where(finite, y, 0.0) for x, y in zip(alone, together, strict=True)
     )
-    found: Floats = with_skew(launches, mesh, waits) + sum(links)
-    return found
+    return with_skew(launches, mesh, waits) + sum(links)
 
 
 BUCKET_BYTES = 25 * 2**20

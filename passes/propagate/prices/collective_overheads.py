@@ -77,8 +77,7 @@ def placements_on_axis(sources: Sequence[Layout], given: object, targets: Sequen
         np.array([[isinstance(p, kind) for p in x.placements] for x in side])  # type: ignore[arg-type]
         for side, kind in ((sources, given), (targets, asked))
     )
-    found: BoolArray = has @ wants.T
-    return found
+    return has @ wants.T
 
 
 def gathered_pairs(sources: Sequence[Layout], targets: Sequence[Layout]) -> BoolArray:
@@ -113,7 +112,7 @@ def synchronization_skew(graph: Graph, mesh: Mesh) -> SkewSeconds:
         products += node_flops(node, graph) > 0
         key = node_signature(node, graph.types)
         if key not in seconds:
-            names = (*node.inputs, *node.outputs)
+            names = node.values
             choice = (unsharded_strategies(len(node.inputs), len(node.outputs))[0],) * mesh.ndim
             placed = [(R,) * mesh.ndim] * len(names)
             seconds[key] = node_seconds(node, graph, mesh, choice, placed).step

@@ -150,7 +150,7 @@ def work_share(choice: Sequence[Strategy], mesh: Mesh) -> float:
 
 def backward_factor(node: Node, graph: Graph) -> float:
     """Backward FLOPs per forward FLOP: one product per operand with a gradient."""
-    if not any(graph.types[o].grad for o in node.outputs):
+    if not graph.is_differentiable(node):
         return 0.0
     stated = facts_of(node.op).backward
     return float(len(_gradient_operands(node, graph))) if stated is None else stated
@@ -231,7 +231,7 @@ def node_seconds(
     ``placements``: of operands, then results; ``traffic``: which are
     read and written (None: all). The backward moves twice the bytes: gradients, too.
     """
-    pairs = zip((*node.inputs, *node.outputs), placements, strict=True)
+    pairs = zip(node.values, placements, strict=True)
     shapes = tuple(local_shape(graph.types[n].shape, p, mesh) for n, p in pairs)
     return node_timer(node, graph, mesh, traffic)(choice, shapes)
 
@@ -240,7 +240,7 @@ def node_timer(
     node: Node, graph: Graph, mesh: Mesh, traffic: Traffic | None = None
 ) -> Callable[[Sequence[Strategy], tuple[tuple[int, ...], ...]], PhaseSeconds]:
     """:func:`node_seconds` as a function of (choice, local shapes of operands, then results)."""
-    names = (*node.inputs, *node.outputs)
+    names = node.values
     if is_view(node.op) or not names:
         return lambda choice, shapes: PhaseSeconds(0.0)
     flops = node_flops(node, graph)
@@ -280,7 +280,7 @@ def _roofline_seconds(
     shapes: Sequence[tuple[int, ...]],
     traffic: Traffic | None,
 ) -> PhaseSeconds:
-    names, device = (*node.inputs, *node.outputs), mesh.hardware
+    names, device = node.values, mesh.hardware
     sizes: list[float] = [math.prod(x) * graph.types[n].dtype.itemsize for n, x in zip(names, shapes, strict=True)]
     touched = (True,) * len(sizes) if traffic is None else (*traffic.reads, *traffic.writes)
     if graph.types[names[0]].tables and node.op in LOOKUP_OPS:
@@ -296,7 +296,7 @@ def _roofline_seconds(
         table = graph.types[names[0]]
         launch *= lookup_kernels(node, choice, mesh.shape, table.together if device.cpu and not table.sparse else 1)
     wanting = [shapes[i] for i in _gradient_operands(node, graph)]
-    trained = any(graph.types[o].grad for o in node.outputs)
+    trained = graph.is_differentiable(node)
     between = 0.0
     if kernels > 1:  # each kernel reads what the one before wrote
         between = device.traffic_seconds(2 * _intermediate_bytes(node, graph, shapes))
@@ -357,7 +357,7 @@ def _intermediate_bytes(node: Node, graph: Graph, shapes: Sequence[tuple[int, ..
     facts = facts_of(node.op)
     if facts.intermediates is None:
         return 0.0
-    pairs = zip((*node.inputs, *node.outputs), shapes, strict=True)
+    pairs = zip(node.values, shapes, strict=True)
     local = {n: TensorType(x, graph.types[n].dtype, graph.types[n].grad) for n, x in pairs}
     return float(sum(t.nbytes for t in facts.intermediates(node, local)))
 

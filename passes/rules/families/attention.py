@@ -201,7 +201,7 @@ def _attention_collectives(site: Site) -> tuple[InternalCollective, ...]:
     query_axes = _axes_from_end(site, "query", 3)
     if is_grouped(node, graph) and site.axes("query heads") and query_axes[: len(group_axes)] != group_axes:
         found = tuple(_head_gather(site, name, group_axes) for name in ("key", "value"))
-        if any(graph.types[name].grad for name in node.outputs):
+        if graph.is_differentiable(node):
             found += tuple(replace(c, kind="reduce_scatter", phase="backward") for c in found)
     shape = weights_shape(node, graph)
     if label := _sequence_label(site):

@@ -53,14 +53,10 @@ SEQUENCE_LABELS = ("queries", "keys", ZIGZAG_QUERIES, *SEQUENCE_SHARDED)
 ZIGZAG_LABELS = (ZIGZAG_RING, ZIGZAG_QUERIES, ZIGZAG_CHUNKED)
 CHUNK_BYTES = 128 * 2**20
 """most bytes of keys and values per chunk; two chunks and their gradients stay below 1 GB"""
-CHUNK_LAUNCHES = 10
-"""kernels per chunk and collective, forward and backward"""
 MERGE_KERNELS = 6
 """elementwise kernels that merge the result of a tile"""
 MATRIX_PASSES = 6
-"""reads and writes of an unfused attention matrix: scores, scale, softmax (2), product"""
-PASSES_OF_DROPOUT = 12
-"""the same with dropout: also mask, rows without keys, dropped weights"""
+"""reads and writes of an unfused attention matrix: scores, scale, softmax (2), product; as many more with dropout"""
 
 
 def band_of(node: Node) -> Band:
@@ -72,8 +68,7 @@ def band_of(node: Node) -> Band:
 
 def zigzag_order_ranks(node: Node) -> int:
     """Number of ranks of the zigzag order of an attention's operands; 0: sequential order."""
-    order: int = node.argument("folded", 0)
-    return order
+    return node.argument("folded", 0)
 
 
 def sequence_strategies(node: Node, graph: Graph, queries: int, keys: int) -> tuple[Strategy, ...]:
@@ -174,7 +169,7 @@ def _head_chunks(site: Site, axes: tuple[str, ...], keys: int) -> _HeadChunks:
     heads = max(1, math.gcd(*counts))
     size = sum(math.prod(s) for s in shapes[1:]) * keys * site.in_type(0).dtype.itemsize
     latency, rate = site.mesh.link(axes).rate("all_gather")
-    latency += CHUNK_LAUNCHES * site.mesh.hardware.kernel_latency
+    latency += 10 * site.mesh.hardware.kernel_latency  # kernels per chunk, forward and backward
     units = heads * max(1, batch)
     least = math.sqrt(rate * size / latency) if latency else units
     each = max(1, int(min(units * CHUNK_BYTES / max(1, size), units / max(1, round(least)))))
@@ -222,7 +217,7 @@ def attention_tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Stra
     label, whole = next((x for x in SEQUENCE_LABELS if x in ranks), ""), pairs
     counting = band.pairs(queries, keys) or 1.0
     drops, banded = bool(node.argument("dropout_p", 0.0)), node.op is banded_op._opoverload
-    passes = PASSES_OF_DROPOUT if drops and not banded else MATRIX_PASSES
+    passes = 2 * MATRIX_PASSES if drops and not banded else MATRIX_PASSES
     if label == "keys":
         return AttentionTiling(
             whole * queries * keys / counting, keys, matrix=keys / math.prod(ranks[label]), passes=passes

@@ -158,7 +158,7 @@ def _expert_strategies(node: Node, graph: Graph) -> Space:
     Linear in the routing weights and in the second matrices.
     """
     (*rows, _), _, _, first, _, *biases = graph.shapes(node.inputs)
-    named = tuple(_label_of_dim("rows", d) for d in range(len(rows)))
+    named = tuple(f"rows {d}" if d else "rows" for d in range(len(rows)))
     row: Dims = (*named, None)
     of_first: Dims = ("experts", "hidden", None)
     of_second: Dims = ("experts", "columns", "hidden")
@@ -204,24 +204,16 @@ def _hidden_size(node: Node, graph: Graph) -> int:
     return graph.shapes(node.inputs)[4][1 if node.argument("transposed") else 2]
 
 
-def _label_of_dim(label: str, dim: int) -> str:
-    return f"{label} {dim}" if dim else label
-
-
 def _dispatch_strategy(dim: int, rows: int, experts: int, operands: int) -> Strategy:
     """All-to-all dispatch. ``work``: with fewer experts than ranks some ranks are idle."""
     inputs = (Shard(dim),) * 3 + (Shard(0),) * (operands - 3)
-    label, work = _label_of_dim(DISPATCH, dim), ("experts", experts)
+    label, work = (f"{DISPATCH} {dim}" if dim else DISPATCH), ("experts", experts)
     return Strategy(label, inputs, (Shard(dim),), rows, divides=True, joins="none", work=work)
 
 
 def is_dispatch(strategy: Strategy) -> bool:
     """Whether the strategy uses all-to-all dispatch."""
     return strategy.label.partition(" ")[0] == DISPATCH
-
-
-def _dispatch_axes(site: Site) -> tuple[str, ...]:
-    return tuple(a for a, s in zip(site.mesh.axes, site.choice, strict=True) if is_dispatch(s))
 
 
 def _local_experts(site: Site) -> LocalCall:
@@ -234,7 +226,7 @@ def _local_experts(site: Site) -> LocalCall:
     sharding: dict[str, Any] = {}
     if axes := site.inputs[3].axes_of(0):
         sharding |= {"count": site.in_type(3).shape[0], "expert_axes": axes_argument(axes)}
-    if axes := _dispatch_axes(site):
+    if axes := tuple(a for a, s in zip(site.mesh.axes, site.choice, strict=True) if is_dispatch(s)):
         sharding["exchange_axes"] = axes_argument(axes)
     if node.argument("gated") and (axes := site.axes("hidden")):
         sharding |= {"hidden": _hidden_size(site.node, site.graph), "hidden_axes": axes_argument(axes)}

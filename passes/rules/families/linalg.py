@@ -242,10 +242,6 @@ MATMUL_RULES: tuple[Rule, ...] = (
 )
 
 
-MATRIX = 2
-"""dims of one matrix"""
-
-
 def _batches(*kept: int) -> Callable[[Node, Graph], Factors]:
     """Leading dims (aligned from the right) are factors; ``kept`` trailing dims are unsharded.
 
@@ -290,9 +286,9 @@ def _solve_ex(node: Node, graph: Graph) -> Factors:
     """
     a, b = graph.shapes(node.inputs)
     vectors = len(b) == 1 or (len(a) - 1 == len(b) and a[:-1] == b)
-    rest = (MATRIX, 1, 0) if "_linalg" in str(node.op) else (0,)
-    matrix = 1 if vectors else MATRIX
-    found = _batches(MATRIX, matrix, matrix, *rest)(node, graph)
+    rest = (2, 1, 0) if "_linalg" in str(node.op) else (0,)
+    matrix = 1 if vectors else 2
+    found = _batches(2, matrix, matrix, *rest)(node, graph)
     if vectors or 0 not in node.output_slots:
         return found
     from_end = 1 if node.argument("left") else 2

@@ -47,12 +47,8 @@ def _local_last_dims(site: Site) -> LocalCall:
     node, axes = site.node, _normalised_axes(site)
     if not axes:
         return site.unchanged()
-    names = ("input", "normalized_shape", "weight", *(() if _is_rms(node) else ("bias",)), "eps")
+    names = ("input", "normalized_shape", "weight", *(() if "rms" in str(node.op) else ("bias",)), "eps")
     return LocalCall(node.op._opname, (*map(node.argument, names), axes_argument(axes)), {})
-
-
-def _is_rms(node: Node) -> bool:
-    return "rms" in str(node.op)
 
 
 def _normalised_axes(site: Site) -> tuple[str, ...]:
@@ -117,14 +113,9 @@ def _trains(node: Node) -> bool:
     return bool(node.argument("training", False))
 
 
-def _sample_axes(site: Site) -> tuple[str, ...]:
-    """Mesh axes that shard the dims of the statistics."""
-    return tuple(a for d in range(len(site.in_type(0).shape)) if d != 1 for a in site.inputs[0].axes_of(d))
-
-
 def _local_batch_norm(site: Site) -> LocalCall:
     node, shape = site.node, site.in_type(0).shape
-    axes = _sample_axes(site)
+    axes = tuple(a for d in range(len(site.in_type(0).shape)) if d != 1 for a in site.inputs[0].axes_of(d))
     if not axes or not _trains(node):
         return site.unchanged()
     count = math.prod(shape) // shape[1]

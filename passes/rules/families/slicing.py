@@ -17,6 +17,7 @@ from autoshard.passes.rules.base import (
     Facts,
     Rule,
     Site,
+    SpaceOf,
     Types,
     broadcast,
     dims_argument,
@@ -303,6 +304,34 @@ UNPOOL_FACTS = Facts(saves="indices")
 PAD_FACTS = Facts(saves=lambda node, types: "" if _is_constant(node) else "self")
 WEIGHT_NORM = Facts(lambda node, types: None if node.argument("dim") == -1 else "v g result1", _norms)
 
+_SAVE_NOTHING: dict[str, tuple[SpaceOf, str]] = {
+    "narrow.default narrow_copy.default diff.default tensor_split.sections tensor_split.indices": (
+        _same_rank_factors(_named_dims),
+        "dim unsharded",
+    ),
+    "flip.default roll.default": (_same_rank_factors(_named_dims), "dims unsharded"),
+    "tril.default triu.default": (_same_rank_factors(_last_two), "last two dims unsharded"),
+    "concat.default": (_cat, "dim unsharded"),
+    "hstack.default column_stack.default": (_stacks(1), "dim 1 unsharded"),
+    "vstack.default": (_stacks(0), "dim 0 unsharded"),
+    "dstack.default": (_stacks(2), "dim 2 unsharded"),
+    "rot90.default": (_rotated, "dims unsharded"),
+    "stack.default": (_stack, "new dim unsharded"),
+    "unbind.int unbind_copy.int": (partial(_without_dim, whole=True), "dim unsharded"),
+    "select_scatter.default": (_select_scatter, "dim unsharded"),
+    "slice_scatter.default": (_same_rank_factors(_changed), "sliced dim unsharded"),
+    "fliplr.default channel_shuffle.default": (_same_rank_factors(lambda node, shape: (1,)), "dim 1 unsharded"),
+    "flipud.default": (_same_rank_factors(lambda node, shape: (0,)), "dim 0 unsharded"),
+    "pixel_shuffle.default": (_pixels, "... (c r r) h w -> ... c (h r) (w r)"),
+    "pixel_unshuffle.default": (_pixels, "... c (h r) (w r) -> ... (c r r) h w"),
+    "im2col.default col2im.default": (_im2col_factors, "n c _ _ -> n (c k) _, or back"),
+    _FFT: (_same_rank_factors(_named_dims, nonempty=True), "dim unsharded"),
+    _FFT2: (_same_rank_factors(_named_dims, nonempty=True), "dims unsharded"),
+    "diagonal.default diagonal_copy.default diagonal_scatter.default": (_diagonal, "both dims unsharded"),
+    "unfold.default unfold_copy.default": (_unfold, "dim unsharded"),
+}
+"""ops that run unchanged on shards and save nothing → (strategies, notation)"""
+
 RULES: tuple[Rule, ...] = (
     *rules(
         "slice.Tensor",
@@ -312,18 +341,7 @@ RULES: tuple[Rule, ...] = (
         sends=True,
         facts=KEEPS_NOTHING,
     ),
-    *rules(
-        "narrow.default narrow_copy.default",
-        _same_rank_factors(_named_dims),
-        None,
-        "dim unsharded",
-        facts=KEEPS_NOTHING,
-    ),
-    *rules("flip.default roll.default", _same_rank_factors(_named_dims), None, "dims unsharded", facts=KEEPS_NOTHING),
-    *rules(
-        "tril.default triu.default", _same_rank_factors(_last_two), None, "last two dims unsharded", facts=KEEPS_NOTHING
-    ),
-    *rules("diff.default", _same_rank_factors(_named_dims), None, "dim unsharded", facts=KEEPS_NOTHING),
+    *(r for ops, (space, text) in _SAVE_NOTHING.items() for r in rules(ops, space, None, text, facts=KEEPS_NOTHING)),
     *rules("glu.default", _same_rank_factors(_named_dims, linear=False), None, "dim unsharded", facts=OPERAND),
     *rules(
         "constant_pad_nd.default pad.default",
@@ -334,19 +352,6 @@ RULES: tuple[Rule, ...] = (
         facts=PAD_FACTS,
     ),
     *rules("cat.default concatenate.default", _cat, None, "dim unsharded", facts=Facts(saves="", chains=True)),
-    *rules("concat.default", _cat, None, "dim unsharded", facts=KEEPS_NOTHING),
-    *rules("hstack.default column_stack.default", _stacks(1), None, "dim 1 unsharded", facts=KEEPS_NOTHING),
-    *rules("vstack.default", _stacks(0), None, "dim 0 unsharded", facts=KEEPS_NOTHING),
-    *rules("dstack.default", _stacks(2), None, "dim 2 unsharded", facts=KEEPS_NOTHING),
-    *rules("rot90.default", _rotated, None, "dims unsharded", facts=KEEPS_NOTHING),
-    *rules("stack.default", _stack, None, "new dim unsharded", facts=KEEPS_NOTHING),
-    *rules(
-        "tensor_split.sections tensor_split.indices",
-        _same_rank_factors(_named_dims),
-        None,
-        "dim unsharded",
-        facts=KEEPS_NOTHING,
-    ),
     *rules(
         "select.int",
         partial(_without_dim, whole=False),
@@ -354,38 +359,12 @@ RULES: tuple[Rule, ...] = (
         "dim summed",
         facts=KEEPS_NOTHING,
     ),
-    *rules("unbind.int unbind_copy.int", partial(_without_dim, whole=True), None, "dim unsharded", facts=KEEPS_NOTHING),
-    *rules("select_scatter.default", _select_scatter, None, "dim unsharded", facts=KEEPS_NOTHING),
-    *rules("slice_scatter.default", _same_rank_factors(_changed), None, "sliced dim unsharded", facts=KEEPS_NOTHING),
-    *rules(
-        "fliplr.default", _same_rank_factors(lambda node, shape: (1,)), None, "dim 1 unsharded", facts=KEEPS_NOTHING
-    ),
-    *rules(
-        "flipud.default", _same_rank_factors(lambda node, shape: (0,)), None, "dim 0 unsharded", facts=KEEPS_NOTHING
-    ),
     *rules("_weight_norm.default _weight_norm_interface.default", _weight_norm, None, "dim", facts=WEIGHT_NORM),
     *rules("meshgrid.default meshgrid.indexing", _meshgrid, None, "a, b -> a b, a b", facts=VIEW_FACTS),
     *rules("broadcast_tensors.default", _broadcast_tensors, None, "..., ... -> ..., ...", facts=VIEW_FACTS),
-    *rules("pixel_shuffle.default", _pixels, None, "... (c r r) h w -> ... c (h r) (w r)", facts=KEEPS_NOTHING),
-    *rules("pixel_unshuffle.default", _pixels, None, "... c (h r) (w r) -> ... (c r r) h w", facts=KEEPS_NOTHING),
-    *rules(
-        "channel_shuffle.default",
-        _same_rank_factors(lambda node, shape: (1,)),
-        None,
-        "dim 1 unsharded",
-        facts=KEEPS_NOTHING,
-    ),
-    *rules(
-        "im2col.default col2im.default", _im2col_factors, None, "n c _ _ -> n (c k) _, or back", facts=KEEPS_NOTHING
-    ),
     *rules("max_unpool2d.default", _unpooled(2), None, "n c _, n c _ -> n c _", facts=UNPOOL_FACTS),
     *rules("max_unpool3d.default", _unpooled(3), None, "n c _, n c _ -> n c _", facts=UNPOOL_FACTS),
-    *rules(_FFT, _same_rank_factors(_named_dims, nonempty=True), None, "dim unsharded", facts=KEEPS_NOTHING),
-    *rules(_FFT2, _same_rank_factors(_named_dims, nonempty=True), None, "dims unsharded", facts=KEEPS_NOTHING),
     *rules(_REAL_FFT, _same_rank_factors(_named_dims, nonempty=True), None, "dim unsharded", facts=OPERAND),
     *rules("fft_rfft2.default", _same_rank_factors(_named_dims, nonempty=True), None, "dims unsharded", facts=OPERAND),
-    *rules("diagonal.default diagonal_copy.default", _diagonal, None, "both dims unsharded", facts=KEEPS_NOTHING),
-    *rules("diagonal_scatter.default", _diagonal, None, "both dims unsharded", facts=KEEPS_NOTHING),
     *rules("renorm.default", _renorm, None, "dim", facts=OPERAND),
-    *rules("unfold.default unfold_copy.default", _unfold, None, "dim unsharded", facts=KEEPS_NOTHING),
 )

@@ -13,7 +13,7 @@ from dataclasses import replace
 from autoshard.aten import aten
 from autoshard.layout import Grouped, Placement, Shard, fits_split_factor
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import DimSegments, Graph, Node, TensorType
+from autoshard.passes.ir.graph import DimSegments, Graph, Node
 from autoshard.passes.ir.program import LocalCall, axes_argument
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.rules.base import (
@@ -143,26 +143,21 @@ def _segment_view(node: Node, graph: Graph) -> Strategy:
 
 def segment_strategies(found: Sequence[Strategy], node: Node, graph: Graph) -> Iterator[Strategy]:
     """Variants of ``found`` that shard fused dims segment by segment."""
-    types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
+    types = [graph.types[name] for name in node.values]
     if types and types[0].parts and view_segments(node, graph) == types[0].parts:
         yield _segment_view(node, graph)
     if node.op not in _SEGMENT_OPS or not any(t.parts for t in types):
         return
     for strategy in found:
-        placed = list(zip((*strategy.inputs, *strategy.outputs), types, strict=True))
+        placed = list(zip(strategy.placements, types, strict=True))
         cut = placed[: len(node.inputs)] if node.op in SPLIT_OPS else placed
-        found_parts = {_segments_of(p, t) for p, t in cut if isinstance(p, Shard)}
+        found_parts = {(t.parts[1] if t.parts and t.parts[0] == p.dim else ()) for p, t in cut if isinstance(p, Shard)}
         if strategy.divides and len(found_parts) == 1 and (parts := found_parts.pop()):
             made = [segment_placement(p, parts) for p, _ in cut] + [p for p, _ in placed[len(cut) :]]
             size = next(int(t.shape[p.dim]) for p, t in cut if isinstance(p, Shard)) // sum(parts)
             inputs, outputs = tuple(made[: len(node.inputs)]), tuple(made[len(node.inputs) :])
             label = f"{strategy.label}/{len(parts)}"
             yield replace(strategy, label=label, inputs=inputs, outputs=outputs, size=size, even=True)
-
-
-def _segments_of(placement: Shard, type_: TensorType) -> tuple[int, ...]:
-    """The segments of the sharded dim, or ()."""
-    return type_.parts[1] if type_.parts and type_.parts[0] == placement.dim else ()
 
 
 def segment_placement(placement: Placement, parts: tuple[int, ...]) -> Placement:

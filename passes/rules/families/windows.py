@@ -197,8 +197,7 @@ def _local_convolution(site: Site) -> LocalCall:
     made = site.unchanged(**changes)
     if isinstance(node.argument("padding"), str):
         made = LocalCall(getattr(aten, node.op._opname).default, made.args, made.kwargs)
-    result: LocalCall = cropped_results(site, made, along) if is_transposed(node) else made
-    return result
+    return cropped_results(site, made, along) if is_transposed(node) else made
 
 
 def _convolution_flops(node: Node, graph: Graph) -> float:
@@ -387,10 +386,7 @@ def _local_repeated(site: Site) -> LocalCall:
         return site.unchanged()
     x = with_halo(site, node.argument("input" if node.op._overloadname == "vec" else "self"), along)
     op = getattr(aten, node.op._opname).vec
-    result: LocalCall = cropped_results(
-        site, LocalCall(op, (x, None, [float(s.window.stride) for s in slidings]), {}), along
-    )
-    return result
+    return cropped_results(site, LocalCall(op, (x, None, [float(s.window.stride) for s in slidings]), {}), along)
 
 
 MAX_POOLS = (

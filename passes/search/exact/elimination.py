@@ -86,8 +86,7 @@ class Tables:
 
     def at(self, a: int, index: tuple[int | None, ...]) -> Array:
         """The entries along the only axis whose index is None."""
-        row: Array = self.arrays[a][tuple(slice(None) if i is None else i for i in index)]
-        return row
+        return self.arrays[a][tuple(slice(None) if i is None else i for i in index)]
 
     def add(self, a: int, b: int) -> int:
         a, b = min(a, b), max(a, b)
@@ -407,13 +406,9 @@ class Eliminator:
             return None
         return weight, tuple(sorted([self.factors[scope] for scope in self.touching[node]])), node
 
-    def cheapest_order(self, max_weight: int, sizes: Mapping[int, int] | None = None) -> tuple[float, Order]:
-        """(entries of all joins, order): the order with the fewest.
-
-        Infinite if each order has a join above ``max_weight``. ``sizes``: numbers of strategies to
-        assume instead of the present ones.
-        """
-        return min(((self.joined(order, max_weight, sizes), order) for order in ORDERS), key=lambda found: found[0])
+    def cheapest_order(self, max_weight: int) -> tuple[float, Order]:
+        """(entries of all joins, order): the order with the fewest; infinite if each has a join above ``max_weight``."""
+        return min(((self.joined(order, max_weight), order) for order in ORDERS), key=lambda found: found[0])
 
     def joined(self, order: Order, max_weight: int, sizes: Mapping[int, int] | None = None) -> float:
         """Entries of all joins in this order; infinite if one exceeds ``max_weight``."""

@@ -86,8 +86,7 @@ class Pruner:
                 gain += least[np.ix_(classes, classes)]
         index = np.arange(len(feasible))
         beaten = (gain > 0) | ((gain == 0) & (index[None, :] < index[:, None]))
-        kept: Classes = feasible[~beaten.any(axis=1)]
-        return kept
+        return feasible[~beaten.any(axis=1)]
 
     def least(self, table: int, axis: int) -> Array | None:
         """[a, b] = min over x of E[a, x] − E[b, x] for classes of slices a, b; None: too large."""
@@ -136,13 +135,11 @@ def min_message(table: Array, moved: Array, axis: int) -> Array:
     """
     step = max(1, BLOCK // table.shape[1])
     if len(table) <= step:
-        least: Array = broadcast_sum(table, moved if axis == 1 else moved[:, None]).min(axis=axis)
-        return least
+        return broadcast_sum(table, moved if axis == 1 else moved[:, None]).min(axis=axis)
     blocks = [slice(start, start + step) for start in range(0, len(table), step)]
     if axis == 1:
         return np.concatenate([broadcast_sum(table[block], moved).min(axis=1) for block in blocks])
-    found: Array = np.minimum.reduce([broadcast_sum(table[block], moved[block, None]).min(axis=0) for block in blocks])
-    return found
+    return np.minimum.reduce([broadcast_sum(table[block], moved[block, None]).min(axis=0) for block in blocks])
 
 
 def _deduplicated(tables: Tables, number: int) -> tuple[Array, list[Classes]]:
@@ -222,8 +219,7 @@ class _Edge:
             if key not in seen:
                 seen[key] = self.table, self.least(side)
             least = seen[key][1]
-        message: Array = least[self.members[side]] + self.moved_in[side]
-        return message
+        return least[self.members[side]] + self.moved_in[side]
 
     def least(self, side: int) -> Array:
         """Least edge cost per slice of a side, without costs moved in from that side."""
@@ -235,12 +231,10 @@ class _Edge:
 
     def row(self, side: int, strategy: int) -> Array:
         """Edge costs of the other side's strategies given ``strategy``, without moved costs."""
-        row: Array = self.table.take(self.members[side][strategy], side)[self.members[1 - side]]
-        return row
+        return self.table.take(self.members[side][strategy], side)[self.members[1 - side]]
 
     def whole(self) -> Array:
-        matrix: Array = self.table[np.ix_(*self.members)]
-        return matrix
+        return self.table[np.ix_(*self.members)]
 
 
 class Dual:

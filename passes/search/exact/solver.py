@@ -6,27 +6,24 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
-
 from autoshard.errors import PlanError
-from autoshard.passes.search.arrays import map_entries, stored_values
+from autoshard.passes.search.arrays import grid_exponent, map_entries, on_grid, stored_values
 from autoshard.passes.search.exact.elimination import ORDERS, EliminationStep, Eliminator, Tables
 from autoshard.passes.search.exact.milp import solve_core, variable_count
 from autoshard.passes.search.exact.pruning import NO_CHOICE, Dual, Pruner, restrict
 from autoshard.passes.search.limits import LIMITS
-from autoshard.passes.search.network import Array, Choice, CostNetwork, NotFoundError, Solution
+from autoshard.passes.search.network import Choice, CostNetwork, NotFoundError, Solution
 
 # Rounding noise of message passing, relative to the cost.
 TOLERANCE = 1e-11
 # Guesses of the optimum, one after another: bound + share × gap.
 GUESSES = (1e-3, 1e-2, 1e-1)
-# Bits for the sum of all costs: float64 has 53, messages and sums need the rest.
-GRID_BITS = 50
 
 
 Result = TypeVar("Result")
@@ -56,7 +53,7 @@ def solve_plain(
     network: CostNetwork, milp: bool = True, start: Choice | None = None, deadline: float = math.inf
 ) -> Solution:
     """The cheapest choice. Without ``milp``, quick methods only, but no worse than ``start``."""
-    rounded, pruner = on_grid(network), Pruner(Tables())
+    rounded, pruner = network_on_grid(network), Pruner(Tables())
     work = Eliminator.of(rounded, pruner.tables)
     run = ExactSearch(work, pruner, deadline, milp)
     if start is not None:
@@ -109,30 +106,14 @@ def finish_reduced(run: ExactSearch) -> bool:
     return not _is_too_dear(run) and _timed(run, "core", finish_search)
 
 
-def grid(network: CostNetwork) -> int:
-    """Exponent of the power of two whose multiples add up exactly, for every choice."""
-    arrays = {id(a): a for a in (*network.nodes, *(edge[2] for edge in network.edges))}
-    largest = {key: _largest_finite(stored_values(array)) for key, array in arrays.items()}
-    total = sum(largest[id(a)] for a in network.nodes) + sum(largest[id(edge[2])] for edge in network.edges)
-    return math.frexp(total)[1] - GRID_BITS
-
-
-def on_grid(network: CostNetwork) -> CostNetwork:
-    """The network with costs on its :func:`grid`. Shared arrays stay shared."""
-    exponent = grid(network)
-    arrays = {id(a): a for a in (*network.nodes, *(edge[2] for edge in network.edges))}
-    rounded = {key: map_entries(partial(_rounded, exponent), array) for key, array in arrays.items()}
+def network_on_grid(network: CostNetwork) -> CostNetwork:
+    """The network with costs that add up exactly, for every choice. Shared arrays stay shared."""
+    used = (*network.nodes, *(edge[2] for edge in network.edges))
+    arrays, times = {id(a): a for a in used}, Counter(map(id, used))
+    exponent = grid_exponent((stored_values(a), times[key]) for key, a in arrays.items())
+    rounded = {key: map_entries(partial(on_grid, exponent), array) for key, array in arrays.items()}
     nodes = tuple(stored_values(rounded[id(a)]) for a in network.nodes)
     return CostNetwork(nodes, tuple((i, j, rounded[id(a)]) for i, j, a in network.edges))
-
-
-def _rounded(exponent: int, array: Array) -> Array:
-    return np.ldexp(np.rint(np.ldexp(array, -exponent)), exponent)
-
-
-def _largest_finite(array: np.ndarray) -> float:
-    finite = array[np.isfinite(array)]
-    return float(np.abs(finite).max()) if finite.size else 0.0
 
 
 def quickly_reduce(run: ExactSearch) -> None:

@@ -112,8 +112,7 @@ class Dominance:
             if worse.sum() == len(feasible):  # no strategy dominates another
                 return feasible
         index = np.arange(len(feasible))
-        kept: Classes = feasible[~(worse & (better | (index[None, :] < index[:, None]))).any(axis=1)]
-        return kept
+        return feasible[~(worse & (better | (index[None, :] < index[:, None]))).any(axis=1)]
 
     def _is_easy(self, number: int, axis: int) -> bool:
         """Whether comparing all slices of a stack along an axis is cheap."""

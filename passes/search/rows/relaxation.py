@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autoshard.errors import PlanError
-from autoshard.passes.search.arrays import Classes, joint_classes
+from autoshard.passes.search.arrays import Classes, grid_exponent, joint_classes, on_grid
 from autoshard.passes.search.exact.elimination import Eliminator, FactorSpan, Order, Tables, min_sum
 from autoshard.passes.search.exact.pruning import NO_CHOICE
 from autoshard.passes.search.limits import LIMITS
@@ -147,10 +147,6 @@ class Tape(Tables):
         return self._together([self.maps[t][axes.index(axis)] for t, axes in spanning])
 
 
-# Bits for the sum of all costs: sums are exact and independent of their order.
-GRID_BITS = 50
-
-
 def planned_elimination(problem: Stacked) -> Elimination | None:
     """The elimination of ``problem`` with the smallest joins; None if these are too large."""
     left = undecided(problem)
@@ -198,7 +194,5 @@ class Elimination:
 
     def _priced(self, prices: Array, unit: float) -> list[Array]:
         arrays = [priced_table(stack, prices, unit) for stack in self._stacks]
-        largest = [float(np.abs(array[np.isfinite(array)]).max(initial=0.0)) for array in arrays]
-        total = sum(most * uses for most, uses in zip(largest, self._uses.values(), strict=True))
-        exponent = math.frexp(total)[1] - GRID_BITS
-        return [np.ldexp(np.rint(np.ldexp(array, -exponent)), exponent) for array in arrays]
+        exponent = grid_exponent(zip(arrays, self._uses.values(), strict=True))
+        return [on_grid(exponent, array) for array in arrays]

@@ -82,8 +82,7 @@ class Stacks:
     def beside(self, number: int, axis: int, index: int = 0) -> Array:
         """Entries of the other node's strategies given strategy ``index`` along ``axis``."""
         maps = self.maps[number]
-        row: Array = self.arrays[number].take(maps[axis][index], axis + 1)[:, maps[1 - axis]]
-        return row
+        return self.arrays[number].take(maps[axis][index], axis + 1)[:, maps[1 - axis]]
 
     def alone(self, number: int, axis: int) -> int:
         """Of a stack of pairs, :meth:`beside` of the only strategy along ``axis``."""
@@ -101,14 +100,12 @@ class Stacks:
         if self.arrays[number].ndim == 2:
             return self.arrays[number]
         rows, columns = self.maps[number]
-        whole: Array = self.arrays[number][:, rows[:, None], columns]
-        return whole
+        return self.arrays[number][:, rows[:, None], columns]
 
     def at(self, number: int, choice: Sequence[int]) -> Array:
         """Cost and amounts of one strategy per axis."""
         places = (m[s] for m, s in zip(self.maps[number], choice, strict=True))
-        entry: Array = self.arrays[number][(slice(None), *places)]
-        return entry
+        return self.arrays[number][(slice(None), *places)]
 
     def restricted(self, number: int, kept: Sequence[Classes | None]) -> int:
         """The stack of ``kept`` indices per axis; None: all."""
@@ -199,8 +196,7 @@ class Stacked:
         total = np.zeros(len(self.limits))
         for number in self.factors.values():
             total[: len(most[number])] += most[number]
-        scale: Array = np.maximum(total + np.abs(self.limits), 1e-300)
-        return scale
+        return np.maximum(total + np.abs(self.limits), 1e-300)
 
     @property
     def cost_scale(self) -> float:
@@ -217,8 +213,7 @@ class Stacked:
         for row, (number, *place) in zip(values, entries, strict=True):
             entry = self.store.at(number, place)
             row[: len(entry)] = entry
-        total: Array = values[at].sum(axis=0)
-        return total
+        return values[at].sum(axis=0)
 
     def used(self, choice: Choice) -> Array:
         return self.sums(choice)[1:]
