@@ -92,6 +92,7 @@ def compile(  # noqa: A001  the public name
     objective: str = "step",
     profile: Mapping[str, Any] | None = None,
     parts: Parts = "auto",
+    exact_dropout: bool | None = None,
 ) -> ShardedModule:
     """``model`` sharded over ``mesh``: a module with the same outputs, loss and gradients.
 
@@ -173,6 +174,10 @@ def compile(  # noqa: A001  the public name
             that are, and run the code between them eagerly. Or patterns of the modules to
             compile (``["backbone", "head.*"]``). ``None``: refuse the model. ``sharded.plans`` has the
             plan of each part.
+        exact_dropout: whether dropout drops what one device drops, on every mesh (True). False: each
+            shard draws from a random stream of its own, and attention with dropout stays a fused kernel.
+            Replicas are equal, shards independent, and a seed gives the same masks again. Default: exact
+            except on GPUs. :func:`verify` compares exact ones.
 
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
@@ -186,6 +191,7 @@ def compile(  # noqa: A001  the public name
     named: dict[str, Any] = {"plan": plan, "hints": hints, "memory_budget": memory_budget, "optimizer": optimizer}
     named |= {"recompute": recompute, "strict": strict, "objective": objective, "profile": profile, "like": like}
     named |= {"stages": stages, "schedule": schedule, "stages_per_rank": stages_per_rank}
+    named |= {"exact_dropout": exact_dropout}
     opts = _make_compile_options(
         model, mixed_precision, micro_batches, mesh=resolved, example=(example_args, example_kwargs), **named
     )
@@ -308,6 +314,7 @@ def plan(
     objective: str = "step",
     profile: Mapping[str, Any] | None = None,
     time_limit: float | None = None,
+    exact_dropout: bool | None = None,
 ) -> Plan:
     """The plan that :func:`compile` would follow, on any mesh, without weights or processes.
 
@@ -339,6 +346,7 @@ def plan(
     named: dict[str, Any] = {"hints": hints, "memory_budget": memory_budget, "optimizer": optimizer, "strict": strict}
     named |= {"recompute": recompute, "objective": objective, "profile": profile, "like": like}
     named |= {"stages": stages, "schedule": schedule, "stages_per_rank": stages_per_rank}
+    named |= {"exact_dropout": exact_dropout}
     known = None if mesh is None else Mesh.of(mesh, hardware)
     opts = _make_compile_options(model, mixed_precision, micro_batches, mesh=known, example=example, **named)
     stages, count = opts.stages, opts.micro_batches

@@ -16,7 +16,7 @@ from autoshard.passes.ir.graph import Graph
 from autoshard.passes.microbatch import micro_batch_counts, one_micro_batch
 from autoshard.passes.propagate.hints import micro_batch_placements
 from autoshard.passes.propagate.named_strategies import expand_tp_plan
-from autoshard.passes.rules.restrictions import check_random
+from autoshard.passes.rules.restrictions import check_random, with_own_streams
 from autoshard.passes.search.candidates import Candidates
 from autoshard.plans.baselines import baselines_of
 from autoshard.plans.options import NOTHING_KNOWN, CompileOptions, KnownLayouts
@@ -58,6 +58,8 @@ def capture_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
 def search_graph(graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLayouts = NOTHING_KNOWN) -> Compiled:
     """The cheapest plan of ``graph``, and its program, over numbers of micro-batches."""
     check_random(graph)
+    if not (opts.exact_dropout if opts.exact_dropout is not None else not mesh.hardware.is_accelerator):
+        graph = with_own_streams(graph)
     always, cuts = opts.stages is not None, micro_batch_placements(opts.hints, graph, mesh, known=known.later)
     steps = Candidates[Compiled](lambda found: found.plan.cost.total_s)
     for count in micro_batch_counts(graph, opts.parts, always, cuts):

@@ -198,7 +198,7 @@ def _verified(
     (args, kwargs), dtype, reference = example, _dtype_of(model), copied_model(model)
     if dtype == torch.float64:
         _disable_grouped_mm(reference)
-    sharded = api.compile(model, mesh, args, kwargs, **options)
+    sharded = api.compile(model, mesh, args, kwargs, exact_dropout=True, **options)
     rtol = default_rtol(dtype) if asked is None else asked
     if asked is None and dtype == torch.float64 and "float32" in sharded.plan.dtypes.values():
         rtol = UPCAST_RTOL

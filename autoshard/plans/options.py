@@ -48,6 +48,8 @@ class CompileOptions:
     """"step": this call; "latency": the next token of a request; "throughput": all tokens"""
     profile: Mapping[str, Any] | None = None
     """kinds of calls and their frequencies: see :mod:`autoshard.serving`"""
+    exact_dropout: bool | None = None
+    """whether dropout drops what one device drops; None: not on accelerators, where fused kernels drop"""
     quick: bool = False
     """few searches, and no lower bound: for plans that are only compared"""
 

@@ -63,6 +63,7 @@ __all__ = [
     "current",
     "device",
     "dropout",
+    "dropout_attention",
     "enter",
     "enter_parameters",
     "enter_together",
@@ -92,7 +93,7 @@ __all__ = [
     "wait_gradients",
 ]
 
-from autoshard.runtime.attention.masked_attention import attention, causal_mask, kv_heads
+from autoshard.runtime.attention.masked_attention import attention, causal_mask, dropout_attention, kv_heads
 from autoshard.runtime.attention.ring import banded_rows, gathered_attention, ring_attention
 from autoshard.runtime.attention.ring_geometry import AttentionSpec
 from autoshard.runtime.attention.zigzag import from_zigzag, to_zigzag

@@ -217,6 +217,8 @@ class Node(CallLike):
     """of a random op: memory order of the operand's dims, if not row-major; draws follow it"""
     batch: int | None = None
     """of a random op in a micro-batch: the dim of its draw that micro-batches divide"""
+    exact: bool = True
+    """of dropout: it drops what one device drops; else each shard has a random stream of its own"""
 
     @cached_property
     def source(self) -> str:

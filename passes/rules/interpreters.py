@@ -242,6 +242,9 @@ def _run_call(call: LocalCall, cpu: bool) -> Any:
         return call.args[0]
     if call.fn is aten.group_norm.default and cpu:
         return _meta_group_norm(*call.args, **call.kwargs)
+    if call.fn == "dropout_attention" and not cpu:  # a fused kernel, which CPUs lack
+        query, key, value, *_ = call.args
+        return _meta_attention(query, key, value, **call.kwargs)
     if isinstance(call.fn, str):
         return getattr(runtime, call.fn)(*call.args, **call.kwargs)
     if call.fn is aten.scaled_dot_product_attention.default:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from autoshard.aten import aten
 from autoshard.errors import RuleError
 from autoshard.layout import Invariant, Replicate, Shard
+from autoshard.passes.ir.analyses import cached_per_graph
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType, refs, tensor_arguments
 from autoshard.passes.rules import rule_for
@@ -51,6 +54,18 @@ def check_random(graph: Graph) -> None:
                 "has a gradient but no sharding rule. One draw for all ranks would lose the gradient. Draw "
                 "with torch.rand or dropout and compute from that, or add a rule (autoshard.register_rule)."
             )
+
+
+@cached_per_graph
+def with_own_streams(graph: Graph) -> Graph:
+    """``graph`` whose dropout draws per shard, from a stream of its own; attention with it stays fused."""
+
+    def drops(node: Node) -> bool:
+        fused = node.op is aten.scaled_dot_product_attention.default and node.argument("dropout_p", 0.0)
+        return bool(fused) or (node.op is aten.dropout.default and is_random(node))
+
+    nodes = tuple(replace(node, exact=False) if node.exact and drops(node) else node for node in graph.nodes)
+    return graph if all(a is b for a, b in zip(nodes, graph.nodes, strict=True)) else replace(graph, nodes=nodes)
 
 
 def check_rules(graph: Graph) -> None:

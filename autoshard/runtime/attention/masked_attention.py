@@ -19,7 +19,7 @@ from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.attention.ring_geometry import AttentionSpec, Band
 from autoshard.runtime.attention.zigzag import from_zigzag_op, to_zigzag_op
 from autoshard.runtime.operations.collectives import all_gather, offset, size
-from autoshard.runtime.operations.random import dropout
+from autoshard.runtime.operations.random import dropout, own_stream, shard_seed
 from autoshard.runtime.operations.reductions import safe_softmax, upcast
 from autoshard.runtime.transport.autograd import register_recomputed_backward
 from autoshard.runtime.transport.communicator import Axes, current
@@ -82,6 +82,14 @@ def attention(
     if dropout_p:
         weights = dropout(weights, dropout_p, shape, cuts, batch=batch)
     return weights @ value
+
+
+def dropout_attention(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, axes: Axes, **given: Any) -> Tensor:
+    """``F.scaled_dot_product_attention`` with dropout from a random stream of this rank's shard.
+
+    ``axes``: those that shard batch, heads or queries; ``given``: its other arguments."""
+    with own_stream(query.device, shard_seed([axes])):
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, **given)
 
 
 def is_document_mask(mask: Tensor) -> bool:

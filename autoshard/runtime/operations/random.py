@@ -5,8 +5,8 @@ values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -55,13 +55,15 @@ def dropout(
     order: Sequence[int] = (),
     batch: int | None = None,
     again: bool = False,
+    exact: bool = True,
 ) -> Tensor:
     """``F.dropout(training=True)`` of the global tensor, on this rank's shard ``x``.
 
     ``shape``: global shape; ``dims``: the axes that shard each dim. The unsharded model drops the
     same elements from the same seed. ``order``: the dims of its tensor in memory order, which eager
     draws follow. ``batch``: the dim that micro-batches divide; each takes its slice of the full
-    batch's draw. ``again``: the backward draws the mask again instead of saving it."""
+    batch's draw. ``again``: the backward draws the mask again instead of saving it. Without
+    ``exact`` each shard draws from a stream of its own."""
     if not 0.0 <= p <= 1.0:
         raise LayoutError(f"dropout probability {p} is not between 0 and 1")
     if p == 0.0 or 0 in shape:
@@ -69,6 +71,15 @@ def dropout(
     if p == 1.0:
         return x * 0.0
     redraw = None
+    if not exact:
+        seed = shard_seed(dims.values())
+
+        def own() -> Tensor:
+            with own_stream(x.device, seed):
+                return draw_dropout_noise(tuple(x.shape), p, x.dtype, x.device)
+
+        made: Tensor = _DropoutFunction.apply(x, own(), p, own if again else None)
+        return made
     if again and x.requires_grad and torch.is_grad_enabled():
         fill = partial(draw_dropout_noise, p=p, dtype=x.dtype, device=x.device)
         redraw = _redraw_in_backward(lambda: local_part(draw_micro_batch(fill, shape, order, batch), dims))
@@ -93,6 +104,32 @@ def _redraw_in_backward(draw: Callable[[], Tensor]) -> Callable[[], Tensor]:
             comm.micro_batch = entered
 
     return drawn_then
+
+
+def shard_seed(axes: Iterable[Axes]) -> int:
+    """A seed for this rank's shard, divided by ``axes``: a draw of the generator that ranks share, and its number.
+
+    Ranks with the same shard have the same seed; a recomputation has that of the first time."""
+    comm = current()
+    drawn = int(comm.shared(torch.randint, (2**48, ()), {"device": "cpu"}))
+    index, count = comm.micro_batch
+    number = comm.index(tuple(axis for each in axes for axis in comm.active(each)))
+    return drawn + number * count + index
+
+
+@contextmanager
+def own_stream(device: torch.device, seed: int) -> Iterator[None]:
+    """Inside, the default generator of ``device`` draws from ``seed``; afterwards it is where it was."""
+    generator = torch.default_generator
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        generator = module.default_generators[module.current_device() if device.index is None else device.index]
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
 
 
 def full_dropout_noise(

@@ -113,7 +113,8 @@ def _local_attention(site: Site) -> LocalCall:
     key_axes, row_axes = _axes_from_end(site, "key", 2), _axes_from_end(site, "query", 2)
     grouped = is_grouped(node, graph)
     rows_alone = causal and bool(row_axes) and not key_axes and not probability
-    spelled_out = bool(key_axes or probability or _loses_mask_gradient(site))
+    exactly = probability if node.exact else 0.0
+    spelled_out = bool(key_axes or exactly or _loses_mask_gradient(site))
     in_tiles = bool(sequence_label) or rows_alone or node.op is banded_op._opoverload
     if grouped and (site.axes("query heads") or (not in_tiles and spelled_out)):
         key, value = (_repeated_heads(site, name, x) for name, x in (("key", key), ("value", value)))
@@ -122,13 +123,18 @@ def _local_attention(site: Site) -> LocalCall:
         call = context_parallel.tiled_attention_call(site, sequence_label, (query, key, value), row_axes, shape)
         order = 0 if sequence_label else context_parallel.zigzag_order_ranks(node)
         return LocalCall("to_zigzag", (call, last - 1, order), {}) if order else call
-    if causal and (key_axes or probability):
+    if causal and (key_axes or exactly or (probability and row_axes)):
         extent: dict[str, Any] = {"queries": shape[-2], "query_axes": axes_argument(row_axes)} if row_axes else {}
         extent |= {"keys": shape[-1], "key_axes": axes_argument(key_axes)} if key_axes else {}
         mask = LocalCall("causal_mask", (query, node.argument("key")), extent)
         causal = False
     if spelled_out:
         return _explicit_attention(site, (query, key, value), mask, shape, {last: key_axes, last - 1: row_axes})
+    if probability:
+        given = {"attn_mask": mask, "is_causal": causal, "scale": node.argument("scale"), "enable_gqa": grouped}
+        axes = [axis for d in range(last) for axis in site.outputs[0].axes_of(d)]
+        extra = {name: x for name, x in given.items() if x not in (None, False)}
+        return LocalCall("dropout_attention", (query, key, value, probability, axes_argument(axes)), extra)
     return site.unchanged(key=key, value=value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
 
@@ -238,7 +244,7 @@ def _is_fused(node: Node, types: Types) -> bool:
     if node.op is banded_op._opoverload:
         return True
     query, key, value, *mask = (types[name] for name in node.inputs)
-    if node.argument("dropout_p", 0.0) or any(m.grad for m in mask):
+    if (node.exact and node.argument("dropout_p", 0.0)) or any(m.grad for m in mask):
         return False
     heads = key.shape[:-2] == value.shape[:-2] and (node.argument("enable_gqa") or query.shape[:-2] == key.shape[:-2])
     return len(query.shape) == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1] and bool(heads)
@@ -260,7 +266,8 @@ def _attention_intermediates(node: Node, types: Types) -> tuple[TensorType, ...]
     """Fused: log-sum-exp of every row. Otherwise the attention matrix and scaled operands."""
     query, key = (types[name] for name in node.inputs[:2])
     if _is_fused(node, types):
-        kept = [TensorType((*query.shape[:-1], key.shape[-2]), torch.bool)] if node.argument("dropout_p", 0.0) else []
+        exactly = node.exact and node.argument("dropout_p", 0.0)
+        kept = [TensorType((*query.shape[:-1], key.shape[-2]), torch.bool)] if exactly else []
         return (TensorType(query.shape[:-1], torch.promote_types(query.dtype, torch.float32)), *kept)
     weights = TensorType((*query.shape[:-1], key.shape[-2]), query.dtype)
     return (weights, *([query] if key.grad else []), *([key] if query.grad else []))

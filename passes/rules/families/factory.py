@@ -122,6 +122,8 @@ def _global_shape(site: Site) -> tuple[Any, ...]:
 
 def _draw_options(site: Site) -> dict[str, Any]:
     """Options of a draw: memory order on one device if unusual, and the micro-batch dim."""
+    if not site.node.exact:
+        return {"exact": False}
     found = {"order": site.node.order or None, "batch": site.node.batch}
     return {name: value for name, value in found.items() if value is not None}
 

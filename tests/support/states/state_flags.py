@@ -398,3 +398,33 @@ def a_call_that_fails(mesh: autoshard.Mesh) -> None:
     same_state(sharded, model)
     once(model, sharded, rows(seed=3), torch.arange(4))
     same_state(sharded, model)
+
+
+# --- random streams per shard ---
+
+
+@case
+def dropout_per_shard(mesh: autoshard.Mesh) -> None:
+    """Ranks with the same rows drop the same, those with other rows do not; all generators go on alike."""
+    x = torch.ones(64, 8, dtype=torch.float64)
+    model = Of(lambda lin, x: F.dropout(lin(x), 0.5, True)).double()
+    axes = dict(zip(mesh.axes, mesh.shape, strict=True))
+    for like, axis in (("replicate", None), ("ddp", next(iter(axes)))):
+        sharded = autoshard.compile(
+            copy.deepcopy(model), autoshard.Mesh(axes), (x,), like=like, exact_dropout=False, gather_outputs=True
+        )
+        assert "exact=False" in sharded.source
+        assert (f'{{0: "{axis}"}}' in sharded.source) == (axis is not None)
+        torch.manual_seed(5)
+        found = sharded(x).detach()
+        state, rows_of_masks = torch.get_rng_state(), found[:32].ne(found[32:]).any(1)
+        if dist.is_initialized():
+            every = [torch.empty_like(found) for _ in range(dist.get_world_size())]
+            dist.all_gather(every, found)
+            assert all(torch.equal(found, other) for other in every)
+            states = [torch.empty_like(state) for _ in every]
+            dist.all_gather(states, state)
+            assert all(torch.equal(state, other) for other in states)
+        assert float(rows_of_masks.double().mean()) > 0.9, "both halves have the same masks"
+        torch.manual_seed(5)
+        assert torch.equal(sharded(x).detach(), found)
