@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
@@ -177,7 +178,7 @@ def compile(  # noqa: A001  the public name
         exact_dropout: whether dropout drops what one device drops, on every mesh (True). False: each
             shard draws from a random stream of its own, and attention with dropout stays a fused kernel.
             Replicas are equal, shards independent, and a seed gives the same masks again. Default: exact
-            except on GPUs. :func:`verify` compares exact ones.
+            except for models on GPUs, and in plans for GPUs. :func:`verify` compares exact ones.
 
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
@@ -191,7 +192,7 @@ def compile(  # noqa: A001  the public name
     named: dict[str, Any] = {"plan": plan, "hints": hints, "memory_budget": memory_budget, "optimizer": optimizer}
     named |= {"recompute": recompute, "strict": strict, "objective": objective, "profile": profile, "like": like}
     named |= {"stages": stages, "schedule": schedule, "stages_per_rank": stages_per_rank}
-    named |= {"exact_dropout": exact_dropout}
+    named |= {"exact_dropout": _runs_on_cpu(model) or None if exact_dropout is None else exact_dropout}
     opts = _make_compile_options(
         model, mixed_precision, micro_batches, mesh=resolved, example=(example_args, example_kwargs), **named
     )
@@ -207,6 +208,11 @@ def compile(  # noqa: A001  the public name
         else:
             prepare_parts(sharded, tuple(example_args), dict(example_kwargs or {}))
     return sharded
+
+
+def _runs_on_cpu(model: nn.Module) -> bool:
+    devices = {x.device.type for x in (*model.parameters(), *model.buffers())} - {"meta"}
+    return devices == {"cpu"} if devices else not torch.accelerator.is_available()
 
 
 def _make_compile_options(

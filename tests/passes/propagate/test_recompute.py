@@ -71,7 +71,7 @@ def gpt(layers: int) -> Graph:
 
 def per_layer(tp: int, like: str | None, recompute: str) -> float:
     """Bytes of activations that one more layer keeps."""
-    mesh, opts = autoshard.Mesh({"tp": tp}, "a100"), CompileOptions(like=like, recompute=recompute)
+    mesh, opts = autoshard.Mesh({"tp": tp}, "a100"), CompileOptions(like=like, recompute=recompute, exact_dropout=True)
     two, three = (compile_graph(gpt(n), mesh, opts).plan.memory.activations for n in (2, 3))
     return three - two
 
@@ -185,7 +185,7 @@ def test_layouts_and_states_are_the_best_of_all(parts: str, axes: dict[str, int]
 
 def planned(recompute: object, layers: int = 2, **opts: object) -> autoshard.Plan:
     return compile_graph(
-        gpt(layers), autoshard.Mesh({"tp": 1}, "a100"), CompileOptions(recompute=recompute, **opts)
+        gpt(layers), autoshard.Mesh({"tp": 1}, "a100"), CompileOptions(recompute=recompute, exact_dropout=True, **opts)
     ).plan  # type: ignore[arg-type]
 
 
