@@ -155,7 +155,6 @@ class StageGradient(ModuleDTensor):
     Nor may its elements be concatenated, as LBFGS does.
     """
 
-    __slots__ = ()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

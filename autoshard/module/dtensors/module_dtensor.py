@@ -96,7 +96,6 @@ def _read_values(name: str) -> Any:
 class ModuleDTensor(DTensor):
     """A DTensor of a sharded module. Subclasses have rules of their own."""
 
-    __slots__ = ()
     gathers = False
     """whether operations that DTensor lacks gather before (outputs), not in the operation"""
 

@@ -164,7 +164,6 @@ class ShardedOutput(Viewed):
     nothing is summed twice.
     """
 
-    __slots__ = ()
     gathers = True
 
     @staticmethod

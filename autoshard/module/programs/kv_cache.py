@@ -54,7 +54,6 @@ class StageResidentOutput(ShardedOutput):
     Gathering is collective over the ranks of all stages. In-place writes reach the shards.
     """
 
-    __slots__ = ()
     home: StageHome
 
     @staticmethod

@@ -13,8 +13,10 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from state_harness import Net, case, full, ids, pair, refused, same_state
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 import autoshard
@@ -116,3 +118,22 @@ def go_on(model: nn.Module, sharded: Any, *optimizers: torch.optim.Optimizer) ->
         full(module(ids(seed=3))[0]).backward()
         optimizer.step()
     same_state(sharded, model)
+
+
+@case
+def a_save_beside_training(mesh: autoshard.Mesh) -> None:
+    """What ``torch.distributed.checkpoint.async_save`` copies is the state at that moment, to the bit."""
+    model, sharded = pair(mesh, Net, ids(), hints=SHARDED)
+    optimizer = torch.optim.AdamW(sharded.parameters(), 0.1)
+    for step in range(2):
+        full(sharded(ids(seed=step))[0]).backward()
+        state = {"model": sharded.state_dict(), "optimizer": optimizer.state_dict()}
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        staged = stager.stage(state)
+        kept = [full(x).clone() for x in pytree.tree_leaves(state) if isinstance(x, torch.Tensor)]
+        optimizer.step()
+        copies = [full(x) for x in pytree.tree_leaves(staged) if isinstance(x, torch.Tensor)]
+        assert len(copies) == len(kept) >= len(list(model.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(copies, kept, strict=True))
+        assert not torch.equal(full(next(iter(sharded.parameters()))), copies[0])
+        stager.close()
