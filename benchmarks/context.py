@@ -2,8 +2,8 @@
 
     python benchmarks/context.py [--quick]
     python benchmarks/context.py --million    # the table of Llama-3-8B with one sequence of 1,048,576 tokens
-    python benchmarks/context.py --folded     # the table of the folded order, carried or not
-    python benchmarks/context.py --pieces     # the table of attention without a causal mask, where pieces are chosen
+    python benchmarks/context.py --folded     # the table of the zigzag order, carried or not
+    python benchmarks/context.py --pieces     # the table of attention without a causal mask, in key-value chunks
 
 Plans two blocks of a Llama per cell, without weights, and prints what the planner chooses for attention, the predicted time
 of a step, and beside it that of a ring throughout (``like="ring"``). Nothing is run.
@@ -31,20 +31,20 @@ LENGTHS = (4096, 16384, 65536, 262144, 1048576)
 CASES: tuple[tuple[str, dict[str, int], int, int], ...] = (
     ("one node, 32 heads of 8 key heads", {"cp": 8}, 32, 8),
     ("one node, 4 heads", {"cp": 8}, 4, 4),
-    ("four nodes, the 8 heads of a node cut", {"cp": 4, "tp": 8}, 8, 8),
+    ("four nodes, 8 heads sharded in the node", {"cp": 4, "tp": 8}, 8, 8),
 )
 NAMES = {
     "heads": "Ulysses",
     "query heads": "query heads",
     "queries": "gather",
-    "folded queries": "folded gather",
-    "gathered in pieces": "pieces",
-    "folded, gathered in pieces": "folded pieces",
+    "folded queries": "zigzag gather",
+    "gathered in pieces": "chunks",
+    "folded, gathered in pieces": "zigzag chunks",
     "ring": "ring",
-    "folded ring": "folded ring",
+    "folded ring": "zigzag ring",
     "ring with helpers": "ring with helpers",
-    "I": "whole",
-    "R": "whole",
+    "I": "replicated",
+    "R": "replicated",
 }
 
 
@@ -90,7 +90,7 @@ APART = replace(PRESETS["h100"], devices_per_node=1)
 WITHOUT_MASK: tuple[tuple[str, autoshard.Mesh, int], ...] = (
     ("four nodes of one device, 3 heads", autoshard.Mesh({"cp": 4}, APART), 3),
     ("eight nodes of one device, 4 heads", autoshard.Mesh({"cp": 8}, APART), 4),
-    ("four nodes, the 32 heads of a node cut over 8", autoshard.Mesh({"cp": 4, "tp": 8}, "h100"), 32),
+    ("four nodes, 32 heads sharded over the 8 devices of a node", autoshard.Mesh({"cp": 4, "tp": 8}, "h100"), 32),
 )
 
 
@@ -123,7 +123,7 @@ CARRIED: tuple[tuple[str, dict[str, int], int], ...] = (
 
 
 def in_either_order(length: int, axes: dict[str, int], kv_heads: int) -> tuple[autoshard.Plan, autoshard.Plan]:
-    """The plans of two blocks on nodes of one device, and without a folded order that the graph carries."""
+    """The plans of two blocks on nodes of one device, and without a zigzag order that the graph carries."""
     mesh = autoshard.Mesh(axes, APART)
     with patch.object(planning, "zigzag_ranks", lambda assignment: 0):
         plain = planned(length, mesh, 32, kv_heads, None)
@@ -131,7 +131,7 @@ def in_either_order(length: int, axes: dict[str, int], kv_heads: int) -> tuple[a
 
 
 def without_mask(length: int, mesh: autoshard.Mesh, heads: int, pieces: bool) -> autoshard.Plan:
-    """The plan of two layers of attention for one sequence; ``pieces``: whether keys may be gathered in pieces."""
+    """The plan of two layers of attention for one sequence; ``pieces``: whether keys may be gathered in chunks."""
     with torch.device("meta"):
         layers, x = Layers(heads).bfloat16(), torch.zeros(1, length, 128 * heads, dtype=torch.bfloat16)
     like = {"tp": "megatron"} if "tp" in mesh.axes else None
@@ -154,8 +154,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the shortest and the longest sequence only")
     parser.add_argument("--million", action="store_true", help="Llama-3-8B with one sequence of 1,048,576 tokens")
-    parser.add_argument("--pieces", action="store_true", help="attention without a mask, where pieces are chosen")
-    parser.add_argument("--folded", action="store_true", help="the folded order of a sequence, carried or not")
+    parser.add_argument("--pieces", action="store_true", help="attention without a mask, in key-value chunks")
+    parser.add_argument("--folded", action="store_true", help="the zigzag order of a sequence, carried or not")
     options = parser.parse_args()
     if options.folded:
         print("| | 16 k | 64 k | 128 k |\n|---|---|---|---|")
