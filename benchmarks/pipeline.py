@@ -23,6 +23,7 @@ from planner import (
     TRANSFORMER_ENGINE,
     Selects,
     attention_core,
+    by_copy_engines,
     gpt,
     left_as_spelled,
     llama,
@@ -109,6 +110,8 @@ class Row:
     """(layers, sequences of a micro-batch) → seconds forward, backward and once per step of what no plan of ours has"""
     part_by_part: bool = False
     """whether messages of tensor parallelism go beside the products that they are for"""
+    gathered: float = 1.0
+    """bytes of activations that are gathered along tp relative to 16 bits: Transformer Engine gathers what it has cast"""
     exchanges_hide: bool = False
     """whether rows travel to experts beside the work of another micro-batch"""
     exchanged: float = 1.0
@@ -173,6 +176,12 @@ def is_reordering(c: Collective) -> bool:
     return c.movable and c.kind in ("permute", "all_to_all")
 
 
+def gathers(c: Collective) -> bool:
+    """Whether a conversion along tp gathers: forward into R, or as the gradient of a sum of P."""
+    before, _, after = c.reason.partition(" → ")
+    return "R@tp" in after if c.phase == "forward" or "recomputed" in c.reason else "P@tp" in before
+
+
 def stage_of(row: Row, batch: int, layers: int) -> StageTimes:
     """What one micro-batch takes with so many layers on one stage."""
     with torch.device("meta"):
@@ -183,6 +192,8 @@ def stage_of(row: Row, batch: int, layers: int) -> StageTimes:
         graph = capture_graph(model, (tokens,), {"labels": tokens}, training=True)
         graph = replace(graph, passes=row.rows // len(tokens))
         device = replace(device_of(row.hardware), part_by_part=row.part_by_part)
+        if row.part_by_part and "fsdp" not in row.like.values():
+            device = by_copy_engines(device)
         program, plan = plan_graph(graph, Mesh(row.mesh, device), opts)
     plan = replace(plan, collectives=tuple(c for c in plan.collectives if not is_reordering(c)))
     times = stage_times(plan)
@@ -191,8 +202,13 @@ def stage_of(row: Row, batch: int, layers: int) -> StageTimes:
     alone = {"forward": 0.0, "backward": 0.0}
     for c in plan.collectives:
         if c.kind == "all_to_all" and not c.movable:
-            share = row.exchanged * (1 - plan.mesh.beside(c.axes, c.kind) if row.exchanges_hide else 1.0)
-            alone[c.phase] += (share - 1) * c.seconds / plan.micro_batches
+            shown = 1 - plan.mesh.beside(c.axes, c.kind) if row.exchanges_hide else 1.0
+            taken, share = c.seconds, row.exchanged * shown
+        elif c.axes == ("tp",) and not c.movable and gathers(c):
+            taken, share = c.seconds - c.hidden_s, row.gathered
+        else:
+            continue
+        alone[c.phase] += (share - 1) * taken / plan.micro_batches
     own = replace(
         times.batch,
         forward=times.batch.forward + ahead + alone["forward"],

@@ -162,6 +162,13 @@ TRANSFORMER_ENGINE = replace(
 )
 """H100 of those who use Transformer Engine, as Megatron-LM does: it takes cuDNN's attention there"""
 
+
+def by_copy_engines(device: Hardware) -> Hardware:
+    """``device`` whose messages beside products are written by copy engines (``use_ce`` of Transformer Engine's user buffers;
+    symmetric memory of PyTorch): they take no multiprocessors, and each byte is read once and written once in memory."""
+    return replace(device, overlap=1 - 2 * device.node.bandwidth / device.memory_bandwidth)
+
+
 AT_500_WATTS = PRESETS["h100_96gb_500w"]
 """torchtitan's devices (benchmarks/llama3_h100_202412_torchtitan.md there)"""
 
@@ -240,6 +247,8 @@ def predicted(row: Row, layers: int) -> tuple[float, float, float]:
     mixed = MIXED if row.dtype is torch.float32 else None
     opts = CompileOptions(like=row.like, memory_budget=1e15, mixed_precision=mixed)
     device = replace(hardware(row.hardware), part_by_part=row.part_by_part)
+    if row.part_by_part and "fsdp" not in row.like.values():  # whose gathers take multiprocessors
+        device = by_copy_engines(device)
     with left_as_spelled():
         graph = capture_graph(model, (tokens,), {"labels": tokens}, training=True, precision=mixed)
         program, plan = plan_graph(graph, Mesh(row.mesh, device), opts)

@@ -28,17 +28,14 @@ class IncompleteError(ValueError):
     """Why a row cannot be predicted."""
 
 
-FLOAT8 = 1.75
-"""speed of large scaled float8 products relative to bfloat16 (NVIDIA 2025, "... with NVIDIA cuBLAS 12.9", on H100)"""
-FLOAT4 = 2.3
-"""speed of NVFP4 products relative to float8 on B200 (the same source)"""
-
-
+CUDNN_FLOAT8 = 1.2e15 / 617e12
+"""speed of cuDNN's attention in float8 relative to 16 bits, at most (NVIDIA 2024, "Accelerating Transformers with NVIDIA cuDNN
+9"; Shah et al. 2024, figure 5); the recipes of :func:`whole_graph` have ``fp8_dot_product_attention``"""
 LAUNCH = 10e-6
 """seconds in which a host issues a kernel of an eager program (5 to 25 µs: docs of PyTorch's dispatcher and profiler)"""
-EXPERT_LAUNCHES = 150
-"""kernels of half a layer of experts, forward and backward, that wait for the host after it has waited for the numbers of rows:
-router, sorting, products of each expert and combination in megatron/core/transformer/moe"""
+EXPERT_LAUNCHES = 60, 5
+"""kernels of half a layer of experts, forward and backward, that wait for the host after it has waited for the numbers of rows
+(megatron/core/transformer/moe): router, sorting and combination; of each own expert three products and two casts"""
 NANOTRON_SUMS = 2 + 4 + 4 - 6.0
 """bytes per parameter of its gradients added in float32 (optim/gradient_accumulator.py), more than those of a plan in 16 bits.
 Its loss is Megatron-LM's (parallel/tensor_parallel/functional.py)"""
@@ -51,24 +48,32 @@ class Precision:
     speed: float = 1.0
     """relative to bfloat16"""
     cast: float = 0.0
-    """bytes that casts move per element of an operand or its gradient; see :func:`cast_seconds`"""
+    """bytes that casts move per element of an operand or its gradient, at the speed of other kernels"""
 
 
-PRECISIONS = {
-    "BF16": Precision(),
-    "FP8": Precision(FLOAT8, 2 + 2 + 1 + 1),  # a look for the maximum; then read, and written in both directions
-    "FP8-CS": Precision(FLOAT8, 2 + 2 + 1 + 1),
-    "MXFP8": Precision(FLOAT8, 2 + 1 + 1),
-    "NVFP4": Precision(FLOAT8 * FLOAT4, 2 + 2 + 0.5 + 0.5),
-}
+def precision(name: str, hardware: str) -> Precision:
+    """Speeds and casts that Transformer Engine measured for a layer of 4096 features on B300 and H200
+    (docs/examples/gemm_profiling): 13.10 ms in bfloat16, 6.81 in scaled float8, 7.16 in MXFP8 and 3.76 in NVFP4; casts of its
+    2.48 billion operands 2.34, 1.82 and 2.69 ms. Training casts a tensor once, and writes it in both directions; Hopper needs
+    the transposed one for float8, Blackwell does not."""
+    if name == "BF16":
+        return Precision()
+    operands, moved = 2.482e9, 8e12 * 0.7
+    if name.startswith("FP8"):
+        hopper = hardware.startswith("h")
+        taken = 3.5e-3 * 0.7 * 4.8e12 if hopper else 2.335e-3 * moved
+        return Precision(1.90 if hopper else 1.92, taken / operands + hopper)
+    speed, taken, written = {"MXFP8": (1.83, 1.823e-3, 1.0), "NVFP4": (3.48, 2.689e-3, 0.5)}[name]
+    return Precision(speed, taken * moved / operands + written)
 
 
-def device(name: str, precision: Precision) -> Hardware:
-    """A preset with the attention of Transformer Engine, and with products of ``precision``."""
+def device(name: str, products: Precision, attention_speed: float) -> Hardware:
+    """A preset with the attention of Transformer Engine, so many times as fast as in bfloat16, and with these products."""
     found = PRESETS[name]
     attention = TRANSFORMER_ENGINE.attention if name.startswith("h") else found.attention
-    faster = tuple((keys, ahead / precision.speed, back / precision.speed) for keys, ahead, back in attention)
-    return replace(found, dtypes=(*found.dtypes, ("bfloat16", precision.speed * found.flops)), attention=faster)
+    faster = attention_speed / products.speed
+    attention = tuple((keys, faster * ahead, faster * back) for keys, ahead, back in attention)
+    return replace(found, dtypes=(*found.dtypes, ("bfloat16", products.speed * found.flops)), attention=attention)
 
 
 def rows_of(path: Path = TABLE) -> Iterator[tuple[str, Row | str]]:
@@ -99,9 +104,9 @@ def row_of(line: dict[str, str]) -> Row:
     tp, pp, cp, ep = (number.get(name, 1) for name in ("tp", "pp", "cp", "ep"))
     replicas = number["gpus"] // (tp * pp * cp)
     sharded = line["fsdp"] not in ("", "0", "ZeRO-1")
-    precision = PRECISIONS[line["precision"] or "BF16"]
+    products = precision(line["precision"] or "BF16", line["hardware"].lower())
     mesh, like = mesh_of(replicas, ep, cp, tp, sharded)
-    hardware = device(line["hardware"].lower(), precision)
+    hardware = device(line["hardware"].lower(), products, CUDNN_FLOAT8 if whole_graph(line, sizes) else 1.0)
     length, layers = number["seq"], sizes.layers + sizes.predictions
     if line["step_s"]:
         seconds = float(line["step_s"])
@@ -115,17 +120,19 @@ def row_of(line: dict[str, str]) -> Row:
     if sharded and "recompute" in line and "not stated" in line["notes"]:
         raise IncompleteError("which layers are recomputed was not published")
     cut = tp * cp
-    nanotron, eager = "nanotron" in line["source"], not whole_graph(line, sizes)
+    nanotron = "nanotron" in line["source"]
 
     def beside(layers: int, batch: int) -> tuple[float, float, float]:
         """Casts: of operands in the forward, of gradients in the backward; and the head, which stays in bfloat16."""
         tokens = batch * length / cut
-        moved = precision.cast * layers * sizes.features() / 2 * tokens
+        moved = products.cast * layers * sizes.features() / 2 * tokens
         head = 2.0 * tokens * sizes.width * sizes.vocab * (1 + sizes.predictions)
-        slower = head / (hardware.flops * hardware.efficiency) * (1 - 1 / precision.speed)
-        each = hardware.memory_seconds(moved) if precision.cast else 0.0
+        slower = head / (hardware.flops * hardware.efficiency) * (1 - 1 / products.speed)
+        each = hardware.memory_seconds(moved) if products.cast else 0.0
         if sizes.experts:
-            each += layers * (expert_seconds(line, sizes, hardware, tokens) + EXPERT_LAUNCHES * LAUNCH * eager)
+            fixed, of_expert = EXPERT_LAUNCHES
+            issued = LAUNCH * (fixed + of_expert * sizes.experts / ep) * by_host(line, sizes)
+            each += layers * (expert_seconds(line, sizes, hardware, tokens) + issued)
         if not nanotron:
             ahead = 3.0 if sizes.experts else 2.0
             return 2 / ahead * each + slower, 2 * (1 - 1 / ahead) * each + 2 * slower, 0.0
@@ -137,8 +144,9 @@ def row_of(line: dict[str, str]) -> Row:
         line["id"], hardware, pp, (number.get("vp", 1),), mesh, like, decoder(sizes), sizes.width, layers, number["gbs"],
         (number["mbs"],), length, seconds, selects(line, sizes), kind=kind_of(sizes, pp, sharded), beside=beside,
         part_by_part=not sizes.experts and not nanotron,
-        exchanged=copies_sent(sizes, ep, hardware.devices_per_node) if joins_rows(line, sizes) else 1.0,
-        exchanges_hide=whole_graph(line, sizes),
+        gathered=1.0 if products.speed == 1.0 else 0.5,
+        exchanged=(copies_sent(sizes, ep, hardware.devices_per_node) if joins_rows(line, sizes) else 1.0) / min(tp, ep),
+        exchanges_hide=whole_graph(line, sizes) or (line["hardware"] == "H100" and sizes.layers == 94),
     )  # fmt: skip
 
 
@@ -180,8 +188,14 @@ def container(line: dict[str, str]) -> float:
 def whole_graph(line: dict[str, str], sizes: Sizes) -> bool:
     """Whether a CUDA graph holds the whole step of experts, with activations in the products' kernels (``full_iteration`` and
     ``cutedsl_fused_grouped_mlp`` in the recipes of Megatron-Bridge): of DeepSeek since 26.06, of GPT OSS since 26.08."""
-    since = 26.08 if sizes.window else 26.06 if sizes.latent else 99.0
+    since = 26.08 if sizes.window else 26.06 if sizes.latent and line["mbs"] == "1" else 99.0
     return line["precision"] == "MXFP8" and line["hardware"] != "B200" and container(line) >= since
+
+
+def by_host(line: dict[str, str], sizes: Sizes) -> float:
+    """Share of a layer's kernels that the host issues one by one: on GB200 and GB300 the recipes capture attention, the router
+    and what comes before the exchange as CUDA graphs."""
+    return 0.0 if whole_graph(line, sizes) else 1 / 3 if line["hardware"].startswith("GB") else 1.0
 
 
 def expert_seconds(line: dict[str, str], sizes: Sizes, device: Hardware, tokens: float) -> float:
@@ -228,7 +242,7 @@ def selects(line: dict[str, str], sizes: Sizes) -> Any:
     again = line["recompute"]
     if "full" in again or again.startswith("blocks"):
         return whole
-    if sizes.latent:  # the recipes of Megatron-Bridge make its up-projections again
+    if sizes.latent and not whole_graph(line, sizes):  # the recipes of Megatron-Bridge make its up-projections again
         return lambda module, op, product: float("_up" in module and "attention" in module)
     return None
 
