@@ -13,16 +13,17 @@ from __future__ import annotations
 import argparse
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from planner import (
-    EAGER,
     MEGATRON,
+    TRANSFORMER_ENGINE,
     Selects,
     attention_core,
+    by_copy_engines,
     gpt,
     left_as_spelled,
     llama,
@@ -36,6 +37,7 @@ from torch import nn
 import autoshard
 from autoshard import Hardware, Mesh
 from autoshard.compiler import capture_graph
+from autoshard.hardware import hardware as device_of
 from autoshard.models.llama import LlamaConfig
 from autoshard.passes.ir.text import show_bytes, show_seconds
 from autoshard.passes.pipeline.partition import BoundarySearch, GraphSegment
@@ -43,6 +45,7 @@ from autoshard.passes.pipeline.schedules import rank_orders, schedule_refusal, s
 from autoshard.plans.options import CompileOptions
 from autoshard.plans.planning import plan_graph
 from autoshard.report.pipeline import StageTimes, stage_times
+from autoshard.report.record import Collective
 
 # --- searches ---
 
@@ -102,6 +105,17 @@ class Row:
     seconds: float
     again: Selects | None = None
     dtype: torch.dtype = torch.bfloat16
+    kind: str = "pipeline"
+    beside: Callable[[int, int], tuple[float, float, float]] | None = None
+    """(layers, sequences of a micro-batch) → seconds forward, backward and once per step of what no plan of ours has"""
+    part_by_part: bool = False
+    """whether messages of tensor parallelism go beside the products that they are for"""
+    gathered: float = 1.0
+    """bytes of activations that are gathered along tp relative to 16 bits: Transformer Engine gathers what it has cast"""
+    exchanges_hide: bool = False
+    """whether rows travel to experts beside the work of another micro-batch"""
+    exchanged: float = 1.0
+    """bytes of these messages relative to one copy per chosen expert"""
 
 
 LLAMA = llama(LlamaConfig(width=16384, hidden=53248, heads=128, kv_heads=8, layers=126))
@@ -112,12 +126,12 @@ LLAMA = llama(LlamaConfig(width=16384, hidden=53248, heads=128, kv_heads=8, laye
 # 2024, section 3.3.2): 128 chunks of one part.
 ROWS = (
     Row(
-        "Megatron-LM 119B, TP 8 PP 4 DP 48", "h100", 4, (1, 23), {"dp": 48, "tp": 8}, MEGATRON, gpt(10240, 131072, 4096, 80),
-        10240, 92, 768, (1, 2), 4096, 3.648,
+        "Megatron-LM 119B, TP 8 PP 4 DP 48", TRANSFORMER_ENGINE, 4, (1, 23), {"dp": 48, "tp": 8}, MEGATRON,
+        gpt(10240, 131072, 4096, 80), 10240, 92, 768, (1, 2), 4096, 3.648, part_by_part=True,
     ),
     *(
         Row(
-            f"Korthikanti {name}, TP 8 PP {stages}, {what}", EAGER["a100"], stages, (chunks,), {"tp": 8}, {"tp": like},
+            f"Korthikanti {name}, TP 8 PP {stages}, {what}", "a100", stages, (chunks,), {"tp": 8}, {"tp": like},
             plain_gpt(width, 51200, 2048, heads), width, layers, rows, (1,), 2048, seconds, again, torch.float16,
         )
         for name, width, layers, heads, stages, chunks, rows, times in (
@@ -131,7 +145,7 @@ ROWS = (
     ),
     *(
         Row(
-            f"Narayanan {name}, TP 8 PP {stages} DP {ranks}, full", EAGER["a100"], stages, chunks, {"dp": ranks, "tp": 8},
+            f"Narayanan {name}, TP 8 PP {stages} DP {ranks}, full", "a100", stages, chunks, {"dp": ranks, "tp": 8},
             {"dp": "ddp", "tp": "megatron"}, plain_gpt(width, 51200, 2048, heads), width, layers, rows, batches, 2048,
             96 * rows * 2048 * layers * width**2 * (1 + 2048 / (6 * width) + 51200 / (16 * layers * width))
             / (rate * 1e12 * 8 * stages * ranks), whole, torch.float16,
@@ -152,21 +166,56 @@ ROWS = (
 )  # fmt: skip
 
 
+def replicas(row: Row) -> int:
+    """Ranks with sequences of their own."""
+    return row.mesh.get("dp", 1) * row.mesh.get("ep", 1)
+
+
+def is_reordering(c: Collective) -> bool:
+    """Whether shards of a parameter swap ranks: those of Megatron-LM lie flat in a buffer and need not."""
+    return c.movable and c.kind in ("permute", "all_to_all")
+
+
+def gathers(c: Collective) -> bool:
+    """Whether a conversion along tp gathers: forward into R, or as the gradient of a sum of P."""
+    before, _, after = c.reason.partition(" → ")
+    return "R@tp" in after if c.phase == "forward" or "recomputed" in c.reason else "P@tp" in before
+
+
 def stage_of(row: Row, batch: int, layers: int) -> StageTimes:
     """What one micro-batch takes with so many layers on one stage."""
     with torch.device("meta"):
         model = row.model(layers).to(row.dtype)
-        tokens = torch.zeros(batch * row.mesh.get("dp", 1), row.length, dtype=torch.long)
+        tokens = torch.zeros(batch * replicas(row), row.length, dtype=torch.long)
+    opts = CompileOptions(like=row.like, memory_budget=1e15)
     with left_as_spelled():
         graph = capture_graph(model, (tokens,), {"labels": tokens}, training=True)
-    graph = replace(graph, passes=row.rows // len(tokens))
-    opts = CompileOptions(like=row.like, memory_budget=1e15)
-    program, plan = plan_graph(graph, Mesh(row.mesh, row.hardware), opts)
+        graph = replace(graph, passes=row.rows // len(tokens))
+        device = replace(device_of(row.hardware), part_by_part=row.part_by_part)
+        if row.part_by_part and "fsdp" not in row.like.values():
+            device = by_copy_engines(device)
+        program, plan = plan_graph(graph, Mesh(row.mesh, device), opts)
+    plan = replace(plan, collectives=tuple(c for c in plan.collectives if not is_reordering(c)))
     times = stage_times(plan)
-    if row.again is None:
-        return times
-    more = sum(made_again(program, row.again))
-    return replace(times, batch=replace(times.batch, backward=times.batch.backward + more))
+    ahead, back, once = row.beside(layers, batch) if row.beside else (0.0, 0.0, 0.0)
+    back += sum(made_again(program, row.again)) if row.again else 0.0
+    alone = {"forward": 0.0, "backward": 0.0}
+    for c in plan.collectives:
+        if c.kind == "all_to_all" and not c.movable:
+            shown = 1 - plan.mesh.beside(c.axes, c.kind) if row.exchanges_hide else 1.0
+            taken, share = c.seconds, row.exchanged * shown
+        elif c.axes == ("tp",) and not c.movable and gathers(c):
+            taken, share = c.seconds - c.hidden_s, row.gathered
+        else:
+            continue
+        alone[c.phase] += (share - 1) * taken / plan.micro_batches
+    own = replace(
+        times.batch,
+        forward=times.batch.forward + ahead + alone["forward"],
+        backward=times.batch.backward + back + alone["backward"],
+        once=times.batch.once + once,
+    )
+    return replace(times, batch=own)
 
 
 def predicted(row: Row, batch: int) -> Iterator[tuple[float, float, int]]:
@@ -176,7 +225,8 @@ def predicted(row: Row, batch: int) -> Iterator[tuple[float, float, int]]:
     """
     few, more = stage_of(row, batch, 2), stage_of(row, batch, 4)
     link = Mesh({"pp": row.stages, **row.mesh}, row.hardware).link("pp")
-    message = link.seconds(batch * row.length * row.width * 2 / row.mesh["tp"], "permute")
+    cut = row.mesh.get("tp", 1) * row.mesh.get("cp", 1)
+    message = link.seconds(batch * row.length * row.width * 2 / cut, "permute") if row.stages > 1 else 0.0
     forward, backward = ((getattr(more.batch, x) - getattr(few.batch, x)) / 2 for x in ("forward", "backward"))
     once = (more.once_s - few.once_s) / 2
     block = GraphSegment(forward, backward, send=message, send_back=message, once=once)
@@ -187,7 +237,7 @@ def predicted(row: Row, batch: int) -> Iterator[tuple[float, float, int]]:
         send_back=message,
         once=few.once_s - 2 * once,
     )
-    count = row.rows // (batch * row.mesh.get("dp", 1))
+    count = row.rows // (batch * replicas(row))
     for chunks in row.chunks:
         schedule = "1f1b" if chunks == 1 else "interleaved"
         if not schedule_refusal(schedule, row.stages, count, chunks):
@@ -196,20 +246,21 @@ def predicted(row: Row, batch: int) -> Iterator[tuple[float, float, int]]:
             yield step.end_s, step.bubble_s, chunks
 
 
-def steps(names: Sequence[str]) -> None:
+def steps(rows: Iterable[Row], names: Sequence[str]) -> dict[str, list[float]]:
+    """Prints a line per row; errors by kind."""
     print(f"{'published step':46} {'published':>9} {'predicted':>9} {'error':>7}   of it waiting, micro-batch, chunks")
-    errors = list[float]()
-    for row in ROWS:
+    errors: dict[str, list[float]] = {}
+    for row in rows:
         if names and not any(n in row.name for n in names):
             continue
-        found = ((*one, batch) for batch in row.batches for one in predicted(row, batch))
+        found = [(*one, batch) for batch in row.batches for one in predicted(row, batch)]
         step, bubble, chunks, batch = min(found)
-        errors.append(error := step / row.seconds - 1)
+        errors.setdefault(row.kind, []).append(error := step / row.seconds - 1)
         print(
             f"{row.name:46} {row.seconds:8.3f}s {step:8.3f}s {error:+7.1%}   {bubble:.3f}s, {batch}, {chunks}",
             flush=True,
         )
-    tell_errors({"pipeline": errors} if errors else {})
+    return errors
 
 
 def main() -> None:
@@ -217,7 +268,10 @@ def main() -> None:
     parser.add_argument("what", choices=("search", "steps"), nargs="?", default="steps")
     parser.add_argument("names", nargs="*", help="rows whose name has one of these in it")
     options = parser.parse_args()
-    (search if options.what == "search" else steps)(options.names)
+    if options.what == "search":
+        search(options.names)
+    else:
+        tell_errors(steps(ROWS, options.names))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import logging
 import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -28,10 +28,12 @@ from autoshard.compiler import capture_graph
 from autoshard.hardware import PRESETS, Hardware, hardware
 from autoshard.models.gpt import Gpt, GptConfig
 from autoshard.models.llama import Llama, LlamaConfig
+from autoshard.passes.ir.graph import Node
 from autoshard.passes.ir.program import COLLECTIVE_MATMULS, Program
 from autoshard.passes.propagate.objective import objective
 from autoshard.passes.propagate.prices.collective_matmul import overlapping_products as beside_products
 from autoshard.passes.propagate.prices.collective_matmul import ring_transfers
+from autoshard.passes.propagate.prices.roofline import is_fusible
 from autoshard.passes.rules import rule_for
 from autoshard.plans.options import CompileOptions
 from autoshard.plans.plan import Plan
@@ -151,9 +153,21 @@ def every_second_product(module: str, op: str, product: bool) -> float:
 
 
 EAGER = {name: replace(PRESETS[name], fuses=False) for name in ("h100", "a100")}
-"""not compiled: elementwise operations are kernels of their own. Megatron-LM fuses some by hand (bias and GeLU; bias, dropout
-and sum; scale, mask and softmax: Narayanan et al. 2021, section 4.2), but not the dropout of attention's weights: so rows whose
-attention has these in memory are here, and those with fused attention are not"""
+"""not compiled: elementwise operations are kernels of their own"""
+
+CUDNN = ((512, 315, 305), (1024, 410, 408), (2048, 484, 465), (4096, 518, 499), (8192, 529, 518), (16384, 539, 516))
+"""TFLOP/s of cuDNN's attention on H100, causal, head dim 128: keys, forward, backward (Shah et al. 2024, figures 5 and 6)"""
+TRANSFORMER_ENGINE = replace(
+    PRESETS["h100"], attention=tuple((keys, ahead / 989.4, back / 989.4) for keys, ahead, back in CUDNN)
+)
+"""H100 of those who use Transformer Engine, as Megatron-LM does: it takes cuDNN's attention there"""
+
+
+def by_copy_engines(device: Hardware) -> Hardware:
+    """``device`` whose messages beside products are written by copy engines (``use_ce`` of Transformer Engine's user buffers;
+    symmetric memory of PyTorch): they take no multiprocessors, and each byte is read once and written once in memory."""
+    return replace(device, overlap=1 - 2 * device.node.bandwidth / device.memory_bandwidth)
+
 
 AT_500_WATTS = PRESETS["h100_96gb_500w"]
 """torchtitan's devices (benchmarks/llama3_h100_202412_torchtitan.md there)"""
@@ -180,7 +194,8 @@ SEQUENCE = {"length": 4096, "vocab": 131072}
 ROWS = (
     *(
         Row(
-            f"Megatron-LM {name}, TP {tp} DP 48", "h100", {"dp": 48, "tp": tp}, MEGATRON if tp > 1 else {"dp": "zero1"},
+            f"Megatron-LM {name}, TP {tp} DP 48", TRANSFORMER_ENGINE, {"dp": 48, "tp": tp},
+            MEGATRON if tp > 1 else {"dp": "zero1"},
             gpt(width, 131072, 4096, width // 128), layers, 192, seconds=seconds, dtype=torch.float32,
             part_by_part=True, loss=MEGATRON_LOSS, buffers=MEGATRON_BUFFERS, **SEQUENCE,
         )
@@ -190,7 +205,7 @@ ROWS = (
     ),
     *(
         Row(
-            f"Korthikanti 22B, TP 8, {what}", EAGER["a100"], {"tp": 8}, {"tp": like},
+            f"Korthikanti 22B, TP 8, {what}", "a100", {"tp": 8}, {"tp": like},
             plain_gpt(6144, 51200, 2048, 64), 48, 4, 2048, 51200, seconds, again, torch.float16, loss=MEGATRON_LOSS,
         )
         for what, like, again, seconds in (
@@ -230,11 +245,13 @@ def predicted(row: Row, layers: int) -> tuple[float, float, float]:
                 model.get_buffer(name).data = table.to(torch.bfloat16)
         tokens = torch.zeros(row.batch, row.length, dtype=torch.long)
     mixed = MIXED if row.dtype is torch.float32 else None
-    with left_as_spelled():
-        graph = capture_graph(model, (tokens,), {"labels": tokens}, training=True, precision=mixed)
     opts = CompileOptions(like=row.like, memory_budget=1e15, mixed_precision=mixed)
     device = replace(hardware(row.hardware), part_by_part=row.part_by_part)
-    program, plan = plan_graph(graph, Mesh(row.mesh, device), opts)
+    if row.part_by_part and "fsdp" not in row.like.values():  # whose gathers take multiprocessors
+        device = by_copy_engines(device)
+    with left_as_spelled():
+        graph = capture_graph(model, (tokens,), {"labels": tokens}, training=True, precision=mixed)
+        program, plan = plan_graph(graph, Mesh(row.mesh, device), opts)
     compute, waits = made_again(program, row.again) if row.again else (0.0, 0.0)
     plain = step_end(plan) + compute + waits
     compute += beside(row, model, plan)
@@ -261,9 +278,22 @@ LOSS = ("aten._to_copy.default", "aten.cross_entropy_loss.default")
 """the loss of :class:`InFloat32` in a plan"""
 
 
-def left_as_spelled() -> AbstractContextManager[Any]:
-    """Attention that a row spells out is none of our kernels: its authors ran it with its matrix."""
-    return patch("autoshard.passes.capture.translate.graph_from_export.fuse_attention", lambda graph: graph)
+@contextmanager
+def left_as_spelled() -> Iterator[None]:
+    """Attention that a row spells out is none of our kernels: its authors ran it with its matrix.
+
+    Megatron-LM fuses bias and GeLU; bias, dropout and sum; scale, mask and softmax by hand (Narayanan et al. 2021, section
+    4.2), but not the dropout of attention's weights: no kernel of :class:`Core` joins another.
+    """
+
+    def joins(node: Node) -> bool:
+        return ".core" not in node.fqn and is_fusible(node)
+
+    with (
+        patch("autoshard.passes.capture.translate.graph_from_export.fuse_attention", lambda graph: graph),
+        patch("autoshard.passes.propagate.prices.roofline.is_fusible", joins),
+    ):
+        yield
 
 
 def made_again(program: Program, selects: Selects) -> tuple[float, float]:
@@ -289,7 +319,8 @@ def made_again(program: Program, selects: Selects) -> tuple[float, float]:
     return compute, waits
 
 
-def steps(rows: Sequence[Row], names: Sequence[str]) -> None:
+def steps(rows: Sequence[Row], names: Sequence[str]) -> dict[str, list[float]]:
+    """Prints a line per row; errors by kind."""
     print(f"{'published step':53} {'published':>9} {'predicted':>9} {'error':>7}   of it compute   like= alone   error")
     errors: dict[str, list[float]] = {}
     for row in rows:
@@ -303,11 +334,16 @@ def steps(rows: Sequence[Row], names: Sequence[str]) -> None:
             flush=True,
         )
         errors.setdefault("FSDP" if "fsdp" in row.like.values() else "dense", []).append(step / row.seconds - 1)
-    tell_errors(errors)
+    return errors
 
 
-def tell_errors(errors: dict[str, list[float]]) -> None:
+def tell_errors(*parts: dict[str, list[float]]) -> None:
     """Median error by kind. Nothing is fitted to a row, so the error of a row is that of leaving it out."""
+    errors: dict[str, list[float]] = {}
+    for kind, found in (item for part in parts for item in part.items()):
+        errors.setdefault(kind, []).extend(found)
+    if len(errors) > 1:
+        errors["all"] = [error for found in errors.values() for error in found]
     for kind, found in errors.items():
         near = sum(abs(error) <= 0.12 for error in found) / len(found)
         print(f"{kind}: median error {statistics.median(found):+.1%}, {near:.0%} of {len(found)} rows within 12 %")
@@ -318,7 +354,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="rows whose name contains one of these")
     options = parser.parse_args()
     logging.getLogger("torch").setLevel(logging.ERROR)
-    steps(ROWS, options.only)
+    tell_errors(steps(ROWS, options.only))
 
 
 if __name__ == "__main__":

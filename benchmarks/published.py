@@ -1,4 +1,6 @@
-"""Further published training steps, predicted as a check: ``python benchmarks/published.py``. See ``planner.py``.
+"""All published training steps, predicted, with errors by kind: ``python benchmarks/published.py [NAMES] [--table FILE]``.
+
+Those of ``planner.py``, ``pipeline.py`` and ``published_steps.csv``, and these; or those of another table with its columns.
 
 Of a step in several micro-batches one is predicted, against its share of the step. What these rows showed, steps of FSDP too
 fast, is why a source was sought for what collectives take from compute beside them; none was chosen by the errors.
@@ -6,14 +8,17 @@ fast, is why a source was sought for what collectives take from compute beside t
 
 from __future__ import annotations
 
+import argparse
 import logging
-import sys
 from dataclasses import replace
+from pathlib import Path
 
+import pipeline
 import torch
 from planner import (
     AT_500_WATTS,
     EAGER,
+    ROWS,
     TITAN_LOSS,
     UNFUSED_UPDATE,
     Row,
@@ -22,8 +27,10 @@ from planner import (
     llama,
     plain_gpt,
     steps,
+    tell_errors,
     whole,
 )
+from published_table import TABLE, rows_of
 
 from autoshard.models.llama import LlamaConfig
 
@@ -48,7 +55,7 @@ def narayanan(name: str, width: int, heads: int, layers: int, tp: int, ranks: in
     flops = 96 * batch * dp * 2048 * layers * width**2 * (1 + 2048 / (6 * width) + 51200 / (16 * layers * width))
     mesh, like = ({"dp": dp, "tp": tp}, {"dp": "ddp", "tp": "megatron"}) if tp > 1 else ({"dp": dp}, {"dp": "ddp"})
     return Row(
-        f"Narayanan {name}, TP {tp}, DP {dp}, a100", EAGER["a100"], mesh, like, plain_gpt(width, 51200, 2048, heads), layers,
+        f"Narayanan {name}, TP {tp}, DP {dp}, a100", "a100", mesh, like, plain_gpt(width, 51200, 2048, heads), layers,
         batch * dp, 2048, 51200, flops / (ranks * reached * 1e12), whole, torch.float16,
     )  # fmt: skip
 
@@ -91,6 +98,22 @@ OTHERS = (
     narayanan("18.4B", 6144, 48, 40, 8, 256, 135),
 )  # fmt: skip
 
-if __name__ == "__main__":
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="rows whose name has one of these in it")
+    parser.add_argument("--table", type=Path, help="the rows of this table alone")
+    options = parser.parse_args()
     logging.getLogger("torch").setLevel(logging.ERROR)
-    steps(OTHERS, sys.argv[1:])
+    table = dict(rows_of(options.table or TABLE))
+    parts = [] if options.table else [steps((*ROWS, *OTHERS), options.names)]
+    staged = [row for row in table.values() if isinstance(row, pipeline.Row)]
+    parts.append(pipeline.steps(staged if options.table else (*pipeline.ROWS, *staged), options.names))
+    for name, why in table.items():
+        if isinstance(why, str):
+            print(f"{name}: left out, {why}")
+    tell_errors(*parts)
+
+
+if __name__ == "__main__":
+    main()

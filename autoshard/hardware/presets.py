@@ -46,7 +46,11 @@
   links of 64 GB/s) and MI355X (2516.6; 8 TB/s; 288 GB; seven of 76.8), cards of 400 Gb/s; L40S (362;
   864 GB/s; 48 GB) and RTX 4090 (165.2 with sums in float32; 1008 GB/s; 24 GB), both on PCIe 4.0 × 16;
   TPU v6e (Google's "TPU v6e": 918; 1638 GB/s; 32 GB; 800 GB/s both ways; pods of 256).
-- derived, not measured: on all of these kernels reach 70 %; NVLink 5 takes H100's rates times two;
+- products on B300: 19.2 TFLOP in 12.76 ms, 1504 of 2250 TFLOP/s (a layer of 4096 features, 15,872
+  tokens: docs of Transformer Engine, ``examples/gemm_profiling``).
+- derived, not measured: on the others kernels reach 70 %; attention on B200 and its kin reaches the
+  shares of ``h100_torch2.11`` (both have cuDNN's: 539 of 989 TFLOP/s on H100, Shah et al. 2024;
+  1235 of 2250 on B200, 1605 / 1.3 of Together 2026, "FlashAttention-4"); NVLink 5 takes H100's rates times two;
   L40S and RTX 4090 share 100 Gb/s per device between nodes; v6e 100 Gb/s (four cards of 200 per
   host of 8). Where a card's speed is given, 96 % of it are reached, as on H100.
 - ``h100_96gb_500w``: torchtitan's devices (its ``benchmarks/llama3_h100_202412_torchtitan.md``):
@@ -189,12 +193,12 @@ _MI325X = Hardware(
 )  # fmt: skip
 
 _B200 = replace(
-    _H100, name="b200", flops=2250e12, memory_bandwidth=8e12, memory_bytes=180e9, node=_times(_H100_NODE, 2), efficiency=0.7,
-    tiling=None, attention=(),
+    _H100, name="b200", flops=2250e12, memory_bandwidth=8e12, memory_bytes=180e9, node=_times(_H100_NODE, 2),
+    efficiency=1504 / 2250, tiling=None, attention=_H100_NEW.attention,
     dtypes=(("float32", 75e12), ("float64", 37e12), ("tf32", 1125e12), ("float8_e4m3fn", 4500e12)),
 )  # fmt: skip
 _GB200 = replace(
-    _B200, name="gb200", flops=2500e12, memory_bytes=13.4e12 / 72, devices_per_node=72,
+    _B200, name="gb200", flops=2500e12, efficiency=0.7, memory_bytes=13.4e12 / 72, devices_per_node=72,
     dtypes=(("float32", 80e12), ("float64", 40e12), ("tf32", 1250e12), ("float8_e4m3fn", 5000e12)),
 )  # fmt: skip
 _MI300X = replace(

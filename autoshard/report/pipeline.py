@@ -51,7 +51,11 @@ def stage_times(plan: Record, sent: MessageSeconds = (0.0, 0.0, 0.0, 0.0)) -> St
     """
     cost, mesh, count = plan.cost, plan.mesh, plan.micro_batches
     once = [c for c in plan.collectives if _is_once_per_step(c, plan)]
-    each = [replace(c, seconds=c.seconds / count) for c in plan.collectives if not _is_once_per_step(c, plan)]
+    each = [
+        replace(c, seconds=c.seconds / count, hidden_s=c.hidden_s / count)
+        for c in plan.collectives
+        if not _is_once_per_step(c, plan)
+    ]
     added = (1 - 1 / count) * _accumulation_seconds(plan) if plan.training else 0.0
     compute = (cost.compute_s - cost.optimizer_s) / count + added
     ahead = min(compute, math.fsum(c.seconds - c.backward_s for c in plan.choices.values()) / count)
@@ -97,7 +101,8 @@ def _is_once_per_step(c: Collective, plan: Record) -> bool:
 
 
 def _collective_seconds(collectives: Iterable[Collective]) -> float:
-    return math.fsum(c.seconds for c in collectives)
+    """Seconds that the operations beside them (rings of attention, collective matmuls) do not hide."""
+    return math.fsum(c.seconds - c.hidden_s for c in collectives)
 
 
 def _fraction(part: float, whole: float) -> float:

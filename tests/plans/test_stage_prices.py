@@ -89,6 +89,20 @@ def test_a_step_of_a_stage_is_its_micro_batches_and_what_comes_once(like: str) -
         assert took.once_s > 0.1 * step
 
 
+def test_what_collective_matmuls_hide_takes_no_time_of_a_stage() -> None:
+    with torch.device("meta"):
+        model = Gpt(GptConfig(512, 2048, 4096, 32, 2, dropout=0.0)).bfloat16()
+        tokens = torch.empty(8, 2048, dtype=torch.long)
+    graph = capture_graph(model, (tokens,), {"labels": tokens}, training=True)
+    plan = compile_graph(
+        graph, Mesh({"pp": 2, "tp": 4}, "h100"), CompileOptions(stages="pp", micro_batches=4, like={"tp": "megatron-sp"})
+    ).plan
+    for one, took in zip(staged_in(plan).plans, times(plan), strict=True):
+        step = one.micro_batches * took.batch.work + took.once_s
+        assert step == pytest.approx(one.cost.total_s, rel=0.03)
+        assert sum(c.hidden_s for c in one.collectives) > 0.04 * step
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("like", ["ddp", "zero1", "zero2"])
 def test_more_micro_batches_take_as_long_each(like: str) -> None:
