@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from autoshard.module.checkpoints import (
         full_optimizer_state_dict,
         load_full_optimizer_state_dict,
-        load_safetensors,
     )
     from autoshard.module.optimizers import clip_grad_norm_
     from autoshard.module.parts.between import eager
@@ -44,8 +43,9 @@ if TYPE_CHECKING:
     from autoshard.plans.plan import Plan
     from autoshard.report.record import Collective, Cost
     from autoshard.testing import register_rule
-    from autoshard.transfers.running import TransferHandle, TransferReport, transfer
+    from autoshard.transfers.running import TransferHandle, TransferReport, load_safetensors, transfer
     from autoshard.transfers.schedule import Schedule, transfer_schedule
+    from autoshard.transfers.states import keep
     from autoshard.viz import visualize_layout
 
 __version__ = "0.1.0"
@@ -79,7 +79,7 @@ _LAZY_MODULES = {
     "eager": "autoshard.module.parts.between",
     "ShardedModule": "autoshard.module.sharded_module",
     "clip_grad_norm_": "autoshard.module.optimizers",
-    "load_safetensors": "autoshard.module.checkpoints",
+    "load_safetensors": "autoshard.transfers.running",
     "full_optimizer_state_dict": "autoshard.module.checkpoints",
     "load_full_optimizer_state_dict": "autoshard.module.checkpoints",
     "verify": "autoshard.check.verification",
@@ -100,6 +100,7 @@ _LAZY_MODULES = {
     "Plan": "autoshard.plans.plan",
     "Cost": "autoshard.report.record",
     "transfer": "autoshard.transfers.running",
+    "keep": "autoshard.transfers.states",
     "TransferHandle": "autoshard.transfers.running",
     "TransferReport": "autoshard.transfers.running",
     "transfer_schedule": "autoshard.transfers.schedule",
@@ -146,6 +147,7 @@ __all__ = [
     "deferred_init",
     "eager",
     "full_optimizer_state_dict",
+    "keep",
     "load_full_optimizer_state_dict",
     "load_safetensors",
     "materialise",

@@ -17,14 +17,11 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import find_batch_size, recursively_apply
 from torch.utils.data import IterableDataset
 
-from autoshard.module.checkpoints import (
-    full_optimizer_state_dict,
-    load_full_optimizer_state_dict,
-    load_safetensors,
-)
+from autoshard.module.checkpoints import full_optimizer_state_dict, load_full_optimizer_state_dict
 from autoshard.module.ranks.distributed import DistributedModule
 from autoshard.module.sharded_module import ShardedModule
 from autoshard.runtime.programs.launch import as_plan_error
+from autoshard.transfers.running import load_safetensors
 
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
 """file names in a transformers checkpoint"""

@@ -1,28 +1,19 @@
-"""Weights and optimizer states between files and a sharded module on any mesh, under original names."""
+"""Optimizer states of the full model, from and for a sharded module on any mesh."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import PlanError
-from autoshard.module.dtensors.module_dtensor import local_shard
-from autoshard.module.dtensors.segments import shard_of
-from autoshard.module.dtensors.table_wise import dtensor_layout
 from autoshard.module.programs.call_checks import collective_method
 from autoshard.module.ranks.pipelined import PipelinedModule
 from autoshard.module.sharded_module import ShardedModule
-from autoshard.runtime.programs.launch import as_plan_error
 
 
 def full_optimizer_state(sharded: PipelinedModule, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -91,52 +82,6 @@ def _model_groups(sharded: PipelinedModule, optimizer: torch.optim.Optimizer) ->
     ]
 
 
-SAFETENSORS_INDEX = "model.safetensors.index.json"
-"""index file of save_pretrained for sharded checkpoints: ``{"weight_map": {name: file}}``"""
-
-
-def load_safetensors(sharded: ShardedModule, folder: str | os.PathLike[str]) -> None:
-    """Load the safetensors files that ``save_pretrained`` wrote into ``folder``, by original name.
-
-    Each rank reads its own shards one by one; no rank materialises a sharded tensor. One name of
-    tied tensors is enough. ``folder`` may be a file. Raises :class:`PlanError` for missing, unknown
-    or misshapen entries, before any tensor is loaded.
-    """
-    files = _entry_files(Path(folder))
-    own = sharded.state_dict(keep_vars=True)
-    whole = sharded.all_stages_state_dict()
-    names = {name: _entry_name(name, tensor, whole, files) for name, tensor in whole.items()}
-    missing = [n for n, found in names.items() if found is None]
-    unknown = sorted(files.keys() - whole.keys())
-    if missing or unknown:
-        raise PlanError(f"the files in {folder} do not fit: missing {missing[:5]}, unknown {unknown[:5]}")
-    for name, tensor in whole.items():  # also entries of other stages: all ranks raise, or none
-        with _open_safetensors(files[names[name]]) as file:  # type: ignore[index]
-            entry = file.get_slice(names[name])
-            shape, kind = entry.get_shape(), entry.get_dtype()
-        if shape != list(tensor.shape):
-            raise PlanError(f"entry {name!r} in {folder} has shape {shape}, but the model has {list(tensor.shape)}")
-        if kind.startswith(("F", "BF")) != tensor.is_floating_point() or kind.startswith("C") != tensor.is_complex():
-            raise PlanError(
-                f"entry {name!r} in {folder} has dtype {kind}, but the model has {tensor.dtype}, and loading "
-                "does not convert between them. Convert the entry first, for example by dequantising it."
-            )
-    seen = set()
-    with torch.no_grad():
-        for name, tensor in own.items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                with _open_safetensors(files[names[name]]) as file:  # type: ignore[index]
-                    part = _entry_shard(file, str(names[name]), sharded, tensor)
-                local_shard(tensor).copy_(part)
-
-
-@contextlib.contextmanager
-def _open_safetensors(path: Path) -> Iterator[Any]:
-    with as_plan_error(path, "download or save it again"), safe_open(path, "pt") as file:
-        yield file
-
-
 @collective_method
 def full_optimizer_state_dict(sharded: ShardedModule, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The unsharded model's optimizer state dict: full tensors on the CPU. Collective.
@@ -185,52 +130,3 @@ def _holds_mappings(found: Any, kind: type) -> bool:
     """Whether ``found`` is a ``kind`` whose values are mappings."""
     values = found.values() if isinstance(found, Mapping) else found
     return isinstance(found, kind) and all(isinstance(x, Mapping) for x in values)
-
-
-def _rank(sharded: Any) -> int:
-    return int(sharded._comm.rank)
-
-
-def _entry_shard(file: Any, name: str, sharded: Any, tensor: Tensor) -> Tensor:
-    """This rank's shard of a file entry."""
-    if not isinstance(tensor, DTensor) or not tensor.ndim:
-        return file.get_tensor(name)
-    layout = dtensor_layout(sharded._program_mesh, sharded.device_mesh, tensor)
-    if layout.grouped:
-        return shard_of(file.get_tensor(name), layout, _rank(sharded))
-    chunks = (layout.chunk_of(dim, size, _rank(sharded)) for dim, size in enumerate(tensor.shape))
-    return file.get_slice(name)[tuple(slice(start, start + n) for start, n in chunks)]
-
-
-def _entry_files(folder: Path) -> dict[str, Path]:
-    """Entry name → file. Raises :class:`PlanError` if there is none."""
-    if (folder / SAFETENSORS_INDEX).is_file():
-        with as_plan_error(
-            folder / SAFETENSORS_INDEX,
-            f'it must be JSON such as {{"weight_map": {{"weight": "{SAFETENSORS_INDEX[:17]}"}}}}',
-        ):
-            weights = dict(json.loads((folder / SAFETENSORS_INDEX).read_text(encoding="utf-8"))["weight_map"])
-            outside = [file for file in weights.values() if Path(file).name != file or "\\" in file]
-        if outside:
-            raise PlanError(
-                f"{folder / SAFETENSORS_INDEX} names {outside[0]!r}: an index may only name "
-                "files in its own folder, without a path"
-            )
-        return {name: folder / file for name, file in weights.items()}
-    found: dict[str, Path] = {}
-    for path in [folder] if folder.is_file() else sorted(folder.glob("*.safetensors")):
-        with _open_safetensors(path) as file:
-            names = dict.fromkeys(file.keys(), path)
-        if twice := names.keys() & found.keys():
-            raise PlanError(f"{path} and {found[name := min(twice)]} both have an entry {name!r}. Give one file")
-        found.update(names)
-    if not found:
-        raise PlanError(f"{folder} holds no safetensors files")
-    return found
-
-
-def _entry_name(name: str, tensor: Tensor, own: Mapping[str, Tensor], files: Mapping[str, Path]) -> str | None:
-    """The entry of a tensor in the files: its own name, or that of a tied tensor."""
-    if name in files:
-        return name
-    return next((other for other, x in own.items() if x is tensor and other in files), None)

@@ -155,7 +155,6 @@ class StageGradient(ModuleDTensor):
     Nor may its elements be concatenated, as LBFGS does.
     """
 
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import io
+from typing import Any
+
+import torch
+
 from autoshard.torch_private import by_name
 
 with by_name:
@@ -22,3 +27,36 @@ STORAGE_CLONES = tuple(
     if name in vars(meta_utils)  # torch >= 2.14
 )
 """(owner, name, function): what copies the storage of a real tensor that becomes fake"""
+
+
+class _Window(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, file: io.FileIO, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def readinto(self, into: Any) -> int:
+        self._file.seek(self._offset + self._at)
+        count: int = self._file.readinto(memoryview(into)[: max(0, self._length - self._at)])
+        self._at += count
+        return count
+
+
+def saved_tensor_place(file: io.FileIO, offset: int, length: int) -> tuple[int, tuple[int, ...]]:
+    """First byte and strides (elements) of the tensor that torch.save wrote into a part of a file, which is not read."""
+    found = torch.load(_Window(file, offset, length), map_location="meta", weights_only=True)  # type: ignore[arg-type]
+    begin = found.untyped_storage()._checkpoint_offset + found.storage_offset() * found.element_size()
+    return offset + begin, found.stride()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -83,6 +83,10 @@ class Replica:
         return at is not None and all(mesh.index_along(at, a) == n for a, n in self.layout.owner.items())
 
 
+GONE = -1
+"""in place of the rank of a process that ended"""
+
+
 @dataclass(frozen=True)
 class Held:
     """A tensor on ranks: its global shape, dtype and replicas (several if several stages hold it)."""
@@ -96,7 +100,43 @@ class Held:
         return next((r for r in self.replicas if r.holds(rank)), None)
 
 
+@dataclass(frozen=True)
+class FileGrid(Replica):
+    """A tensor in files: a grid of chunks. ``ranks`` are the files' numbers, -2, -3, …, by chunk, row by row."""
+
+    borders: tuple[tuple[int, ...], ...]
+    """per dim where chunks begin, and where the last ends"""
+    files: tuple[str, ...]
+    """name of the file of each chunk"""
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """Each chunk is in one file."""
+        return (0,)
+
+    def spans(self, dim: int, size: int) -> list[tuple[int, int, int]]:
+        """See :meth:`Replica.spans`; offsets are numbers of chunks."""
+        step = math.prod(len(b) - 1 for b in self.borders[dim + 1 :])
+        return [(s, e - s, n * step) for n, (s, e) in enumerate(itertools.pairwise(self.borders[dim]))]
+
+    def local(self, rank: int, shape: Sequence[int], box: Box) -> tuple[slice, ...]:
+        """The box itself: readers find its chunk."""
+        return tuple(slice(start, start + n) for start, n in box)
+
+
 Holdings = Mapping[str, Held]
+
+
+def renumbered(have: Holdings, ranks: Mapping[int, int]) -> dict[str, Held]:
+    """The same with other numbers of ranks; those that ``ranks`` lacks are gone."""
+    known: dict[int, Held] = {}
+    replicas: dict[int, Replica] = {}
+    for held in have.values():
+        for r in held.replicas:
+            if id(r) not in replicas:
+                replicas[id(r)] = replace(r, ranks=tuple(ranks.get(rank, GONE) for rank in r.ranks))
+        known[id(held)] = replace(held, replicas=tuple(replicas[id(r)] for r in held.replicas))
+    return {name: known[id(held)] for name, held in have.items()}  # tied tensors stay one object
 
 
 class Link(NamedTuple):
@@ -192,8 +232,10 @@ class Grid:
         for n, key in enumerate(keys.tolist()):
             who = [tuple(r.ranks[at + f] for f in r.free) for r, at in zip(self._parts, key, strict=True)]
             numbers = tuple(order[bounds[n] : bounds[n + 1]].tolist())
-            holders, needers = who[: self._sources], who[self._sources :]
-            yield Cells(_merged(holders), _merged(needers), numbers, int(volume[n]))
+            holders, needers = _merged(who[: self._sources]), _merged(who[self._sources :])
+            if GONE in holders:
+                holders = tuple(rank for rank in holders if rank != GONE)
+            yield Cells(holders, needers, numbers, int(volume[n]))
 
     def box(self, number: int) -> Box:
         """Box ``number``, in the link's coordinates."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +16,8 @@ from autoshard.runtime.transport.peers import FailureNotes, wait
 from autoshard.transfers.holdings import sub_boxes
 from autoshard.transfers.schedule import Piece, Schedule
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, Any]
+"""tensors, or :class:`~autoshard.transfers.files.FileTensor`, by name"""
 
 _ALIGNMENT = 16
 """bytes: each message of a round begins at a multiple, so that every dtype can be read there"""
@@ -35,7 +38,7 @@ class RankMessages:
     """What one rank sends, receives and keeps; the same rounds on all ranks."""
 
     kept: list[tuple[Part, Part]]
-    """(of the source, of the target)"""
+    """(of the source, or of files, and of the target), at most ``buffer`` bytes each"""
     sends: list[dict[int, list[Part]]]
     """per round: receiver → boxes of the source"""
     receives: list[dict[int, list[Part]]]
@@ -44,15 +47,22 @@ class RankMessages:
     @staticmethod
     def of(schedule: Schedule, rank: int, buffer: int) -> RankMessages:
         """The messages of global ``rank``: each pair's in equal parts, so that ``buffer`` bytes suffice."""
-        busiest = max((schedule.received[r] + schedule.sent[r] for r in schedule.ranks), default=0)
-        rounds = -(-2 * busiest // buffer)  # two rounds are in memory: one under way, one being packed
+        busy = Counter[int]()
+        for message in schedule.messages:
+            if message.sender >= 0:  # files are read when messages are done
+                busy.update({message.sender: message.bytes, message.receiver: message.bytes})
+        rounds = -(
+            -2 * max(busy.values(), default=0) // buffer
+        )  # two rounds are in memory: one under way, one being packed
         pairs: dict[tuple[int, int], list[Piece]] = {}
         for piece in schedule.pieces(rank):
             pairs.setdefault(piece[:2], []).append(piece)
         found = RankMessages([], [{} for _ in range(rounds)], [{} for _ in range(rounds)])
         for (sender, receiver), pieces in sorted(pairs.items()):
-            if sender == receiver:
-                found.kept.extend((_part(schedule, p, True), _part(schedule, p, False)) for p in pieces)
+            if sender == receiver or sender < 0:
+                for whole in pieces:
+                    for p in itertools.chain(*_in_rounds([whole], -(-whole.nbytes // buffer))):
+                        found.kept.append((_part(schedule, p, True), _part(schedule, p, False)))
                 continue
             ordered = sorted(pieces, key=lambda p: -p.dtype.itemsize)  # stays aligned
             for number, part in enumerate(_in_rounds(ordered, rounds)):
@@ -62,7 +72,7 @@ class RankMessages:
                     found.receives[number][sender] = [_part(schedule, p, False) for p in part]
         return found
 
-    def write(self, source: Tensors, arrived: Sequence[torch.Tensor], target: Tensors) -> None:
+    def write(self, source: Tensors, arrived: Iterable[torch.Tensor], target: Tensors) -> None:
         """Write what has arrived, by round, and what was there already, into the target."""
         for mine, new in self.kept:
             target[new.name][new.at].copy_(source[mine.name][mine.at].to(mine.dtype))
@@ -121,18 +131,17 @@ class Exchange:
         self.group, self.notes, self.device = group, notes, device
         self.gloo = dist.get_backend(group) == "gloo"
 
-    def run(self, messages: RankMessages, source: Tensors) -> list[torch.Tensor]:
-        """Send from ``source``; returns what arrives, by round. A round is packed while the last is under way.
+    def run(self, messages: RankMessages, source: Tensors) -> Iterator[torch.Tensor]:
+        """Send from ``source``; gives what arrives, by round. A round is packed while the last is under way.
 
         Raises :class:`CommunicationError` if another rank fails or is gone.
         """
-        found: list[torch.Tensor] = []
         under_way: _Round | None = None
         for sends, receives in zip(messages.sends, messages.receives, strict=True):
             out = self._packed(sends, source)
-            found += self._finished(under_way)
+            yield from self._finished(under_way)
             under_way = self._begin(out, sends, receives)
-        return found + self._finished(under_way)
+        yield from self._finished(under_way)
 
     def _packed(self, sends: Mapping[int, Sequence[Part]], source: Tensors) -> torch.Tensor:
         out = torch.empty(sum(map(_padded, sends.values())), dtype=torch.uint8, device=self.device)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import os
 import pickle
 import threading
 import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,15 +20,22 @@ import torch.distributed as dist
 
 from autoshard.errors import CommunicationError, PlanError
 from autoshard.hardware import hardware
+from autoshard.layout import Layout
 from autoshard.module.ranks.agreement import RESTART_ADVICE, Agreement
 from autoshard.module.sharded_module import ShardedModule
 from autoshard.passes.ir.text import show_seconds
 from autoshard.runtime.transport.groups import once_per_initialisation
 from autoshard.runtime.transport.peers import FailureNotes
-from autoshard.transfers.holdings import Held, Link
+from autoshard.transfers.files import open_folder
+from autoshard.transfers.folder_target import FolderTarget
+from autoshard.transfers.holdings import Held, Link, Replica, renumbered
 from autoshard.transfers.messages import Exchange, RankMessages
+from autoshard.transfers.names import STATE_SEPARATOR, Names, links_of
 from autoshard.transfers.schedule import Schedule, make_schedule
-from autoshard.transfers.states import STATE_SEPARATOR, ModuleState, Names, in_one_process, links_of, merged
+from autoshard.transfers.states import ModuleState, in_one_process, merged
+
+BUFFER = 256 * 10**6
+"""bytes of messages, or of a file, in memory at a time; a few hundred messages fill a fast network"""
 
 MOST_KEPT_SCHEDULES = 8
 """schedules that are kept for later transfers between the same modules, a few MB each"""
@@ -84,13 +93,13 @@ class TransferHandle:
 
 
 def transfer(
-    source: ShardedModule | None,
-    target: ShardedModule | None,
+    source: ShardedModule | ModuleState | str | os.PathLike[str] | None,
+    target: ShardedModule | str | os.PathLike[str] | None,
     *,
     dtype: torch.dtype | None = None,
     names: Names = None,
     optimizer: tuple[torch.optim.Optimizer | None, torch.optim.Optimizer | None] | None = None,
-    buffer: int = 256 * 10**6,
+    buffer: int = BUFFER,
     asynchronous: bool = False,
 ) -> Any:
     """Copy the weights of ``source`` into ``target``: any layouts, meshes and groups of ranks.
@@ -103,7 +112,11 @@ def transfer(
         source: a result of :func:`autoshard.compile`. A rank without the module passes None:
             compile each for a ``DeviceMesh`` of some ranks. If ranks hold modules on several
             groups of ranks, all of them send, or receive.
-        target: the same, of the module that receives.
+            Or the result of :func:`autoshard.keep`.
+            Or a path: a folder of safetensors files, one file, or a folder of torch.distributed.checkpoint.
+            Each rank then reads the byte ranges of its shards, without messages, in place.
+        target: a result of :func:`autoshard.compile`, or None.
+            Or a folder: each rank writes safetensors files, which appear when all are written.
         dtype: dtype on the wire for floating-point tensors; default: the smaller of the source's
             and the target's. The sender converts.
         names: how source names become target names: a function (None: not taken), or a table
@@ -121,9 +134,16 @@ def transfer(
     began = time.perf_counter()
     if not isinstance(buffer, int) or buffer < 1:
         raise PlanError(f"buffer={buffer!r} must be a number of bytes, such as 256_000_000")
-    ours = _Modules(source, target, *(optimizer or (None, None)))
-    local = not dist.is_initialized() or dist.get_world_size() == 1
-    job = _simulated(ours, names, dtype, asynchronous) if local else _joint(ours, names, dtype, buffer, asynchronous)
+    into = FolderTarget(Path(target)) if isinstance(target, str | os.PathLike) else target
+    ours = _Modules(source, into, *(optimizer or (None, None)))
+    if isinstance(source, str | os.PathLike):
+        if dtype is not None:
+            raise PlanError("dtype= is for what ranks send: files are read in their own dtype, and converted")
+        job = _reading(source, ours, names, buffer)
+    elif not dist.is_initialized() or dist.get_world_size() == 1:
+        job = _simulated(ours, names, dtype, asynchronous)
+    else:
+        job = _joint(ours, names, dtype, buffer, asynchronous)
     if not asynchronous:
         job.work()
         return job.end(began)
@@ -133,13 +153,18 @@ def transfer(
 class _Modules(NamedTuple):
     """The modules and optimizers of this rank."""
 
-    source: ShardedModule | None
-    target: ShardedModule | None
+    source: Any
+    target: Any
     source_optimizer: torch.optim.Optimizer | None
     target_optimizer: torch.optim.Optimizer | None
 
-    def states(self) -> tuple[ModuleState | None, ModuleState | None]:
+    def states(self) -> tuple[ModuleState | None, ModuleState | FolderTarget | None]:
         source = None if self.source is None else ModuleState.of(self.source, self.source_optimizer)
+        if isinstance(self.target, FolderTarget):
+            if self.source_optimizer is not None or self.target_optimizer is not None:
+                raise PlanError("a folder takes no optimizer state: save it with torch.distributed.checkpoint")
+            in_one_process(source)
+            return source, self.target
         target = None if self.target is None else ModuleState.of(self.target, self.target_optimizer)
         if in_one_process(source, target) and dist.is_initialized() and dist.get_world_size() > 1:
             raise PlanError("the modules were compiled before torch.distributed was initialised: compile them after it")
@@ -171,10 +196,12 @@ def _simulated(ours: _Modules, names: Names, dtype: torch.dtype | None, copies: 
     source, target = ours.states()
     if source is None or target is None:
         raise PlanError("autoshard.transfer needs a source and a target: None is for ranks without the module")
+    if isinstance(target, FolderTarget):
+        target.take(source.held, names, dtype, range(source.module.mesh.size))
     want = dict(target.held)
     links = links_of(source.held, want, names, ours.target_optimizer is not None)
     schedule = make_schedule(source.held, want, links, source.module.mesh.hardware, dtype)
-    targets = target.targets(want, dict.fromkeys(link.target for link in links))
+    targets: Any = target.targets(want, dict.fromkeys(link.target for link in links))
     numbers = _renamed(source.numbers, links)
     sent = [source.local[link.source][_slices(link.source_start, link)].to(schedule.dtype_of(link)) for link in links]
     if copies:
@@ -185,8 +212,56 @@ def _simulated(ours: _Modules, names: Names, dtype: torch.dtype | None, copies: 
         for link, x in zip(links, sent, strict=True):
             targets[link.target][_slices(link.target_start, link)].copy_(x)
         target.switch(targets, numbers, source.groups)
+        if isinstance(target, FolderTarget):
+            target.finish()
 
     return _Job(lambda: None, switch, schedule, links, 0)
+
+
+def _reading(path: str | os.PathLike[str], ours: _Modules, names: Names, buffer: int) -> _Job:
+    """A transfer from files: this rank reads its boxes, or all, if it simulates the others. No messages."""
+    target = ModuleState.of(ours.target, ours.target_optimizer)
+    folder = open_folder(path, target.held)
+    have, want, machine = folder.held, dict(target.held), target.module.mesh.hardware
+    links = links_of(have, want, names, ours.target_optimizer is not None)
+    for link in links:
+        a, b = have[link.source].dtype, want[link.target].dtype
+        if (a.is_floating_point, a.is_complex) != (b.is_floating_point, b.is_complex):
+            raise PlanError(
+                f"entry {link.source!r} in {path} has dtype {a}, but the model has {b}, and loading "
+                "does not convert between them. Convert the entry first, for example by dequantising it."
+            )
+    schedule = shown = make_schedule(have, want, links, machine)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if in_one_process(target):
+        one = (Replica(Layout({"whole": 1}), (rank,)),)
+        schedule = make_schedule(have, {n: replace(h, replicas=one) for n, h in want.items()}, links, machine)
+    messages = RankMessages.of(schedule, rank, buffer)
+    wanted = [n for n in dict.fromkeys(link.target for link in links) if schedule.target[n].on(rank) is not None]
+
+    @torch.no_grad()
+    def switch() -> None:
+        targets = target.targets(want, wanted)
+        messages.write(folder.tensors, (), targets)
+        target.switch(targets, _renamed(folder.numbers, links), folder.groups)
+
+    return _Job(lambda: None, switch, shown, links, 0)
+
+
+def load_safetensors(sharded: ShardedModule, folder: str | os.PathLike[str], *, names: Names = None) -> TransferReport:
+    """Load the safetensors files that ``save_pretrained`` wrote into ``folder``, by original name.
+
+    Each rank reads the byte ranges of its own shards; see :func:`autoshard.transfer`, also for ``names``.
+    One name of tied tensors is enough. ``folder`` may be a file. Raises :class:`PlanError` for
+    missing, unknown or misshapen entries, before any tensor is loaded.
+    """
+    began = time.perf_counter()
+    job = _reading(folder, _Modules(None, sharded, None, None), names, BUFFER)
+    known = {link.source for link in job.links} | job.schedule.target.keys()
+    target_of = names if callable(names) else str
+    if unknown := sorted(n for n in job.schedule.source if n not in known and target_of(n) not in (None, *known)):
+        raise PlanError(f"the model has no tensors for {len(unknown)} entries in {folder}: unknown {unknown[:5]}")
+    return job.end(began)
 
 
 def _slices(start: Sequence[int], link: Link) -> tuple[slice, ...]:
@@ -231,10 +306,16 @@ def _joint(ours: _Modules, names: Names, dtype: torch.dtype | None, buffer: int,
     with world.meeting("autoshard.transfer"):
         source, target = agreement.everywhere(ours.states)
         numbers = [0 if s is None else s.number() + 1 for s in (source, target)]
-        rows = agreement.rows([*numbers, ours.target_optimizer is not None], "what each rank transfers")
+        before = -1 if source is None or source.rank is None else source.rank
+        rows = agreement.rows([*numbers, ours.target_optimizer is not None, before], "what each rank transfers")
         trained = any(row[2] for row in rows)
         key = tuple(tuple(row) for row in rows)
         have, want = _kept(world.described, key, lambda: _descriptions(agreement, rows, (source, target)))
+        if any(row[3] >= 0 for row in rows):
+            have = renumbered(have, {row[3]: now for now, row in enumerate(rows) if row[3] >= 0})
+        if isinstance(target, FolderTarget):
+            target.take(have, names, dtype, range(dist.get_world_size()))
+            want = target.held
         want = dict(want)
         links = agreement.everywhere(lambda: links_of(have, want, names, trained))
         asked = zlib.crc32(repr((links, dtype, buffer, copies)).encode())
@@ -245,32 +326,42 @@ def _joint(ours: _Modules, names: Names, dtype: torch.dtype | None, buffer: int,
             schedule = make_schedule(have, want, links, machine, dtype)
             return schedule, RankMessages.of(schedule, rank, buffer)
 
-        schedule, messages = _kept(world.scheduled, (key, asked), scheduled)
+        schedule, messages = agreement.everywhere(lambda: _kept(world.scheduled, (key, asked), scheduled))
         options = _options(agreement, source, links) if trained else ({}, [])
         device = _device_of(source, target)
         sent = {} if source is None else source.local
         wanted = [n for n in dict.fromkeys(link.target for link in links) if want[n].on(rank) is not None]
-        targets = {} if target is None else target.targets(want, wanted)
+        targets: Any = {} if target is None else target.targets(want, wanted)
         if copies:
             sent = _snapshot(messages, sent)
     exchange, arrived = Exchange(world.weights, world.notes, device), list[torch.Tensor]()
 
     def work() -> None:
         with world.notes, torch.no_grad():
-            arrived.extend(exchange.run(messages, sent))
+            rounds = exchange.run(messages, sent)
+            if isinstance(target, FolderTarget):
+                messages.write(sent, rounds, targets)
+            else:
+                arrived.extend(rounds)
 
     def switch() -> None:
         with world.notes, torch.no_grad():
             agreement.rows([1], "the end of a transfer")  # all have received: from here on nothing can fail
-            messages.write(sent, arrived, targets)
+            if not isinstance(target, FolderTarget):
+                messages.write(sent, arrived, targets)
             if target is not None:
-                target.switch(targets, options[0], options[1])
+                target.switch(targets, *options)
+            if isinstance(target, FolderTarget):
+                agreement.rows([1], "the files of a transfer")
+                if rank == 0:
+                    target.finish()
+                agreement.rows([1], "the index of a transfer")
 
     return _Job(work, switch, schedule, links, len(messages.sends))
 
 
 def _descriptions(
-    agreement: Agreement, rows: Sequence[Sequence[int]], states: Sequence[ModuleState | None]
+    agreement: Agreement, rows: Sequence[Sequence[int]], states: Sequence[ModuleState | FolderTarget | None]
 ) -> tuple[dict[str, Held], dict[str, Held]]:
     """What all ranks hold, of source and target: each different description is sent once."""
     found: list[dict[str, Held]] = []
@@ -333,6 +424,6 @@ def _snapshot(messages: RankMessages, source: Mapping[str, torch.Tensor]) -> dic
     return {name: source[name].clone() for name in sorted(names)}
 
 
-def _device_of(*states: ModuleState | None) -> torch.device:
-    tensors = (t for s in states if s is not None for t in s.local.values())
+def _device_of(*states: Any) -> torch.device:
+    tensors = (t for s in states if isinstance(s, ModuleState) for t in s.local.values())
     return next((t.device for t in tensors), torch.device("cpu"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +17,20 @@ from autoshard.errors import PlanError
 from autoshard.hardware import Hardware
 from autoshard.passes.ir.text import show_bytes, show_seconds
 from autoshard.plans.plan import Plan
+from autoshard.transfers.files import open_folder
 from autoshard.transfers.flow import Demand, choose_senders
-from autoshard.transfers.holdings import Box, Grid, Held, Holdings, Link, Replica, holdings_of_plan, sub_boxes
+from autoshard.transfers.holdings import (
+    Box,
+    FileGrid,
+    Grid,
+    Held,
+    Holdings,
+    Link,
+    Replica,
+    holdings_of_plan,
+    sub_boxes,
+)
+from autoshard.transfers.names import Names, links_of
 
 MOST_SHOWN_RANKS = 16
 """ranks up to which ``str()`` shows who sends what to whom"""
@@ -148,7 +161,7 @@ class Schedule:
         """Predicted seconds of the busiest rank: "node" within nodes, "network" between them."""
         busy: dict[tuple[int, int, bool], int] = defaultdict(int)
         peers: dict[tuple[int, int, bool], int] = defaultdict(int)
-        for message in self.messages:
+        for message in (m for m in self.messages if m.sender >= 0):
             far = self._node(message.sender) != self._node(message.receiver)
             for side in (0, 1):
                 busy[message[side], side, far] += message.bytes
@@ -165,6 +178,12 @@ class Schedule:
         """Predicted seconds; nodes and the network between them are used at the same time."""
         return max(self.seconds_by_level.values())
 
+    @cached_property
+    def _files(self) -> dict[int, str]:
+        """Number → name of the files of the source."""
+        grids = {r for held in self.source.values() for r in held.replicas if isinstance(r, FileGrid)}
+        return {number: name for grid in grids for number, name in zip(grid.ranks, grid.files, strict=True)}
+
     def _node(self, rank: int) -> int:
         return rank // self.hardware.devices_per_node
 
@@ -172,23 +191,25 @@ class Schedule:
         total, pairs = sum(m.bytes for m in self.messages), len(self.messages)
         levels = ", ".join(f"{name} {show_seconds(s)}" for name, s in self.seconds_by_level.items() if s)
         senders, receivers = ({m[side] for m in self.messages} for side in (0, 1))
+        kind, who = ("reads", "file") if self._files else ("messages", "rank")
         lines = [
-            f"transfer: {show_bytes(total)} in {pairs} messages, {len(senders)} senders → {len(receivers)} receivers",
-            f"most sent by a rank {show_bytes(self.most_sent)} (least possible {show_bytes(self.least_most_sent)}), "
+            f"transfer: {show_bytes(total)} in {pairs} {kind}, {len(senders)} senders → {len(receivers)} receivers",
+            f"most sent by a {who} {show_bytes(self.most_sent)} (least possible {show_bytes(self.least_most_sent)}), "
             f"most received {show_bytes(max(self.received.values(), default=0))}",
             f"predicted {show_seconds(self.seconds)}" + (f": {levels}" if levels else ""),
-        ]
+        ][: 2 if self._files else 3]
         if not pairs:
             lines[0] = "transfer: nothing to send, every rank holds its target shard already"
         elif len(senders | receivers) <= MOST_SHOWN_RANKS:
-            lines += ["", *_matrix(self.messages, sorted(senders), sorted(receivers))]
+            lines += ["", *_matrix(self.messages, sorted(senders), sorted(receivers), self._files)]
         return "\n".join(lines)
 
 
 def transfer_schedule(
-    source: Plan,
+    source: Plan | str | os.PathLike[str],
     target: Plan,
     *,
+    names: Names = None,
     source_ranks: Sequence[int] | None = None,
     target_ranks: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
@@ -196,39 +217,19 @@ def transfer_schedule(
     """The schedule that moves the weights of plan ``source`` into the layouts of plan ``target``.
 
     Args:
-        source: a plan of the model, on any mesh.
+        source: a plan of the model, on any mesh; or a folder of weights (or a file), as :func:`autoshard.transfer` reads.
         target: a plan of the same model, on any mesh.
+        names: as for :func:`autoshard.transfer`.
         source_ranks: the global rank of each rank of the source's mesh, by default 0, 1, …
         target_ranks: the same of the target's mesh. The two may be equal, overlap, or be disjoint.
         dtype: dtype on the wire; default: the smaller of the source's and the target's.
 
     Raises :class:`PlanError` for tensors that the source lacks, other shapes, or wrong ranks.
     """
-    have, want = holdings_of_plan(source, source_ranks), holdings_of_plan(target, target_ranks)
-    links = equal_names(have, {n: h for n, h in want.items() if n not in target.ties})
-    return make_schedule(have, want, links, source.mesh.hardware, dtype)
-
-
-def equal_names(have: Holdings, want: Holdings) -> list[Link]:
-    """Links between tensors of equal names. Raises :class:`PlanError` for missing or misshapen ones."""
-    missing = sorted(want.keys() - have.keys())
-    if missing:
-        raise PlanError(
-            f"the source of the transfer lacks {len(missing)} tensors of the target: {missing[:5]}. "
-            "Map the names with names=, or compile both from the same model"
-        )
-    return [whole_link(name, name, have[name], held) for name, held in want.items()]
-
-
-def whole_link(source: str, target: str, have: Held, want: Held) -> Link:
-    """The link of two whole tensors. Raises :class:`PlanError` if their shapes differ."""
-    if have.shape != want.shape:
-        raise PlanError(
-            f"{target!r} of the target has shape {list(want.shape)}, but {source!r} of the source has "
-            f"{list(have.shape)}. A transfer does not reshape"
-        )
-    zeros = (0,) * len(want.shape)
-    return Link(source, target, zeros, zeros, want.shape)
+    want = holdings_of_plan(target, target_ranks)
+    have = holdings_of_plan(source, source_ranks) if isinstance(source, Plan) else open_folder(source, want).held
+    machine = (source if isinstance(source, Plan) else target).mesh.hardware
+    return make_schedule(have, want, links_of(have, want, names), machine, dtype)
 
 
 def wire_dtype(source: torch.dtype, target: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
@@ -244,7 +245,9 @@ def make_schedule(
     """The schedule of ``links``; see :func:`transfer_schedule`."""
 
     def dtype_of(link: Link) -> torch.dtype:
-        return wire_dtype(have[link.source].dtype, want[link.target].dtype, dtype)
+        stored = have[link.source]
+        in_files = isinstance(stored.replicas[0], FileGrid)
+        return stored.dtype if in_files else wire_dtype(stored.dtype, want[link.target].dtype, dtype)
 
     runs: dict[Demand, list[_Run]] = defaultdict(list)
     bytes_of: dict[Demand, int] = defaultdict(int)
@@ -255,6 +258,10 @@ def make_schedule(
             continue
         alike = _Alike(alike_links, Grid(source, target, alike_links[0]), wire)
         for holders, needers, numbers, elements in alike.grid.cells():
+            if not holders and needers:
+                raise PlanError(
+                    f"no rank that is left holds all of {alike_links[0].source!r}: load the last checkpoint instead"
+                )
             own, members = known.setdefault(holders, (holders, frozenset(holders)))
             run, size = _Run(alike, numbers), elements * len(alike_links) * wire.itemsize
             for needer in needers:
@@ -350,11 +357,13 @@ def _within(
     return [(max(s - start, 0), min(s + n - start, size)) for s, _, n in chunks if s < start + size and s + n > start]
 
 
-def _matrix(messages: Sequence[Message], senders: Sequence[int], receivers: Sequence[int]) -> Iterator[str]:
+def _matrix(
+    messages: Sequence[Message], senders: Sequence[int], receivers: Sequence[int], files: Mapping[int, str]
+) -> Iterator[str]:
     """Bytes from each sender (rows) to each receiver (columns)."""
     size = {m[:2]: show_bytes(m.bytes) for m in messages}
     rows = [["from \\ to", *map(str, receivers)]]
-    rows += [[str(s), *(size.get((s, r), "·") for r in receivers)] for s in senders]
+    rows += [[files.get(s, str(s)), *(size.get((s, r), "·") for r in receivers)] for s in senders]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from autoshard.errors import PlanError
 from autoshard.layout import Layout
@@ -19,14 +20,8 @@ from autoshard.module.programs.pipeline import stage_ranks
 from autoshard.module.ranks.distributed import DistributedModule
 from autoshard.module.ranks.pipelined import PipelinedModule
 from autoshard.module.sharded_module import ShardedModule
-from autoshard.transfers.holdings import Held, Holdings, Link, Replica
-from autoshard.transfers.schedule import whole_link
-
-Names = Callable[[str], str | None] | Mapping[Any, Any] | None
-"""source name → target name, or a table; see :func:`autoshard.transfer`"""
-
-STATE_SEPARATOR = "|"
-"""between a parameter's name and the key of its optimizer state"""
+from autoshard.transfers.holdings import Held, Holdings, Replica
+from autoshard.transfers.names import STATE_SEPARATOR
 
 
 @dataclass(frozen=True)
@@ -42,9 +37,14 @@ class ModuleState:
     numbers: dict[str, Any] = field(default_factory=dict)
     """the optimizer's state that is no tensor of its parameter's shape, such as the step"""
 
+    rank: int | None = None
+    """of this process in the world in which it was kept; see :func:`keep`"""
+
     @staticmethod
     def of(module: Any, optimizer: torch.optim.Optimizer | None = None) -> ModuleState:
         """Raises :class:`PlanError` for modules that are not compiled, and optimizers of others."""
+        if isinstance(module, ModuleState):
+            return module
         if not isinstance(module, ShardedModule):
             raise PlanError(
                 f"autoshard.transfer takes results of autoshard.compile, got {type(module).__name__}. "
@@ -147,21 +147,37 @@ class ModuleState:
             state[key] = value.to(p.device if fused else "cpu", copy=True) if scalar else value
 
 
+def keep(sharded: ShardedModule, optimizer: torch.optim.Optimizer | None = None) -> ModuleState:
+    """Weights and optimizer state on this rank, as the source of a transfer in a new world. No copy, no messages.
+
+    If a rank dies, the others call it, leave torch.distributed, initialise it again without the dead
+    rank, compile on the smaller mesh, and call ``autoshard.transfer(kept, new, optimizer=(None, …))``.
+    A new rank passes None. :class:`PlanError` there if a shard was on dead ranks only.
+    """
+    if not dist.is_initialized():
+        raise PlanError("autoshard.keep is for ranks of torch.distributed: call it before destroy_process_group()")
+    return replace(ModuleState.of(sharded, optimizer), rank=dist.get_rank())
+
+
 def _module_holdings(module: ShardedModule) -> dict[str, Held]:
-    """Entries of the model's state dict, of all stages, and who holds them."""
+    """Entries of the model's state dict, of all stages, and who holds them; one object for tied tensors."""
     executable = module._latest_executable()
     ranks = _stages_of(module)
     first = {alias: i.fqn for i in executable.graph.inputs for alias in i.aliases}
     layouts, homes = module._parameter_layouts or {}, module._stage_homes or {}
     replicas: dict[tuple[Layout, int], Replica] = {}
-    found = {}
+    found: dict[str, Held] = {}
+    tied: dict[int | str, Held] = {}
     whole, plain = module.all_stages_state_dict(), Layout(module._program_mesh)
     for key, (name, _) in state_dict_entries(module._original_model.model).items():
-        own = first.get(name, name)
+        own, tensor = first.get(name, name), id(whole[key])
+        if (known := tied.get(tensor, tied.get(own))) is not None:
+            found[key] = known
+            continue
         layout = layouts.get(own, layouts.get(name, plain))
         stages = dict.fromkeys(stage % len(ranks) for stage in homes.get(own, homes.get(name, (0,))))
         made = [replicas.setdefault((layout, s), Replica(layout, tuple(ranks[s]))) for s in stages]
-        found[key] = Held(tuple(whole[key].shape), whole[key].dtype, tuple(made))
+        found[key] = tied[tensor] = tied[own] = Held(tuple(whole[key].shape), whole[key].dtype, tuple(made))
     return found
 
 
@@ -191,94 +207,16 @@ def merged(descriptions: Iterable[Holdings]) -> dict[str, Held]:
     Raises :class:`PlanError` for tensors of different shapes or dtypes.
     """
     found: dict[str, Held] = {}
+    joined: dict[tuple[int, int], Held] = {}
     for described in descriptions:
         for name, held in described.items():
             before = found.setdefault(name, held)
-            if before is held:
+            if before is held or (id(before), id(held)) in joined:  # tied tensors stay one object
+                found[name] = joined.get((id(before), id(held)), held)
                 continue
             if (before.shape, before.dtype) != (held.shape, held.dtype):
                 raise PlanError(f"ranks hold {name!r} as {before.shape}, {before.dtype} and {held.shape}, {held.dtype}")
             known = {r.ranks for r in before.replicas}
             more = tuple(r for r in held.replicas if r.ranks not in known)
-            if more:
-                found[name] = replace(before, replicas=before.replicas + more)
+            found[name] = joined[id(before), id(held)] = replace(before, replicas=before.replicas + more)
     return found
-
-
-def links_of(have: Holdings, want: dict[str, Held], names: Names, trained: bool) -> list[Link]:
-    """The links of all target tensors; adds optimizer states of the source to ``want``, if ``trained``.
-
-    Raises :class:`PlanError` for targets without a source, sources that are not there, and other shapes.
-    """
-    weights = [name for name in have if STATE_SEPARATOR not in name]
-    links = [
-        *_named_links({n: have[n] for n in weights}, {n: h for n, h in want.items() if STATE_SEPARATOR not in n}, names)
-    ]
-    lacking = sorted({n for n in want if STATE_SEPARATOR not in n} - {link.target for link in links})
-    if lacking:
-        raise PlanError(
-            f"the source of the transfer lacks {len(lacking)} tensors of the target: {lacking[:5]}. Map the names "
-            "with names=, a function from source to target names or a table {target: source}"
-        )
-    states = [name.split(STATE_SEPARATOR) for name in have if STATE_SEPARATOR in name]
-    keys: dict[str, list[str]] = {}
-    for name, key in states if trained else ():
-        keys.setdefault(name, []).append(key)
-    more = []
-    for link in links:
-        for key in keys.get(link.source, ()):
-            source, target = (f"{n}{STATE_SEPARATOR}{key}" for n in link[:2])
-            want.setdefault(target, replace(want[link.target], dtype=have[source].dtype))
-            more.append(link._replace(source=source, target=target))
-    return links + more
-
-
-def _named_links(have: Holdings, want: Holdings, names: Names) -> Iterator[Link]:
-    if callable(names):
-        by_target = {target: name for name in have if (target := names(name)) is not None}
-        yield from (whole_link(by_target[n], n, have[by_target[n]], h) for n, h in want.items() if n in by_target)
-        return
-    table = dict(names or {})
-    inside = {n: key for key in table if isinstance(key, tuple) for n in key}
-    unknown = [n for n in (*(k for k in table if not isinstance(k, tuple)), *inside) if n not in want]
-    for name in (n for value in table.values() for n in ([value] if isinstance(value, str) else value)):
-        if name not in have:
-            raise PlanError(
-                f"names= gives {name!r} as a source, but the source has no such tensor: {_near(name, have)}"
-            )
-    if unknown:
-        raise PlanError(
-            f"names= gives {unknown[0]!r} as a target, but the target has no such tensor: {_near(unknown[0], want)}"
-        )
-    for name, held in want.items():
-        if name in inside:
-            parts = inside[name]
-            sizes = [want[n].shape[0] for n in parts]
-            yield _part_link(table[parts], name, have, held, sum(sizes[: parts.index(name)]), sum(sizes), joins=False)
-        elif isinstance(of := table.get(name, name), str):
-            if of in have:
-                yield whole_link(of, name, have[of], held)
-        else:
-            sizes = [have[n].shape[0] for n in of]
-            for at, part in enumerate(of):
-                yield _part_link(part, name, have, held, sum(sizes[:at]), sum(sizes), joins=True)
-
-
-def _part_link(source: str, target: str, have: Holdings, held: Held, at: int, total: int, joins: bool) -> Link:
-    """A link of rows from ``at``, of the target (which ``joins`` sources) or of the source."""
-    fused, part = (held.shape, have[source].shape) if joins else (have[source].shape, held.shape)
-    if fused != (total, *part[1:]):
-        raise PlanError(
-            f"names= joins parts of {total} rows and shape {list(part)} along dim 0, but the fused tensor "
-            f"({target!r} from {source!r}) has shape {list(fused)}"
-        )
-    zeros = (0,) * len(part)
-    starts = (zeros, (at, *zeros[1:])) if joins else ((at, *zeros[1:]), zeros)
-    return Link(source, target, *starts, part)
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    """Names of ``known`` that may be meant, for messages."""
-    last = name.rsplit(".", 1)[-1]
-    found = sorted(n for n in known if n.endswith(last)) or sorted(known)
-    return f"there are {', '.join(found[:3])}" + (", …" if len(found) > 3 else "")

@@ -10,7 +10,7 @@ import world
 
 CASES = (
     *("same_ranks", "small_buffers_and_dtypes", "fused_names", "a_wrapped_model", "optimizers", "disjoint_ranks"),
-    *("replicas", "beside_training", "stages", "refused"),
+    *("replicas", "beside_training", "stages", "folders", "stages_in_folders", "refused"),
 )
 
 SOON = 8.0
@@ -25,7 +25,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return world.outcomes("transfer_worker.py", request.param, tmp_path_factory.mktemp("transfers"), names, timeout=280)
 
 
-@pytest.mark.slow_cases("2 ranks-*", "*-fused_names", "*-a_wrapped_model", "*-stages")
+@pytest.mark.slow_cases("2 ranks-*", "*-fused_names", "*-a_wrapped_model", "*-stages", "*-stages_in_folders")
 @pytest.mark.parametrize("name", CASES)
 def test_transfer(outcomes: dict[str, str], name: str) -> None:
     assert outcomes[name] == "", outcomes[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,46 @@ def stages() -> None:
         assert (x - found[n]).abs().max() <= tolerance * x.abs().max(), n
     losses = [step(source, first), step(target, second), step(source, first), step(target, second)]
     assert abs(losses[0] / losses[1] - 1) + abs(losses[2] / losses[3] - 1) < 1e-9, losses
+
+
+def shared_folder() -> Path:
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    return Path(folder[0])
+
+
+def folders() -> None:
+    """Every rank writes a file, in small rounds, beside training; ranks on one half read them without the others."""
+    source, folder, size = trainer(), shared_folder(), dist.get_world_size()
+    sent = source.full_state_dict()
+    handle = autoshard.transfer(source, folder, asynchronous=True, buffer=512)
+    step(source, torch.optim.SGD(source.parameters(), lr=0.1))
+    if dist.get_rank() == 0:
+        assert not [p for p in folder.iterdir() if p.suffix != ".partial"], "no file appears before the end"
+    handle.wait()
+    files = sorted(p.name for p in folder.iterdir())
+    assert len(files) > size / 2, files
+    target = compiled(2, {"tp": size})
+    autoshard.load_safetensors(target, folder)
+    assert_equal_weights(sent, target.full_state_dict())
+    if dist.get_rank() < size // 2:
+        first = compiled(3, parts()[0], "fsdp")
+    else:
+        parts()
+        return
+    autoshard.transfer(folder, first)
+    assert_equal_weights(sent, first.full_state_dict())
+
+
+def stages_in_folders() -> None:
+    """A pipeline writes and reads; the tied head is on two stages."""
+    size, folder = dist.get_world_size(), shared_folder()
+    mesh = {"pp": 2} if size == 2 else {"pp": 2, "tp": 2}
+    made = [autoshard.compile(net(n), mesh, (TOKENS,), stages="pp", micro_batches=2) for n in (1, 2)]
+    sent = made[0].full_state_dict()
+    autoshard.transfer(made[0], folder)
+    autoshard.load_safetensors(made[1], folder)
+    assert_equal_weights(sent, made[1].full_state_dict())
 
 
 def refused() -> None:

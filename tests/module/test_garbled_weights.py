@@ -16,7 +16,7 @@ from torch import nn
 import autoshard
 from autoshard import PlanError
 from autoshard.hugging_face import Trainer
-from autoshard.module.checkpoints import SAFETENSORS_INDEX
+from autoshard.transfers.files import SAFETENSORS_INDEX
 
 NAME = "model.safetensors"
 
@@ -81,10 +81,10 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "ints for floats": (
         of_dtype("up.weight", torch.int32),
-        r"entry 'up.weight' in .* has dtype I32, but the model has torch.float32",
+        r"entry 'up.weight' in .* has dtype torch.int32, but the model has torch.float32",
     ),
-    "booleans for floats": (of_dtype("up.bias", torch.bool), "has dtype BOOL"),
-    "floats for ints": (of_dtype("count", torch.float32), r"has dtype F32, but the model has torch.int64"),
+    "booleans for floats": (of_dtype("up.bias", torch.bool), "has dtype torch.bool"),
+    "floats for ints": (of_dtype("count", torch.float32), r"has dtype torch.float32, but the model has torch.int64"),
 }
 
 

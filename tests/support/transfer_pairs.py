@@ -16,7 +16,8 @@ from autoshard.layout import Grouped, Layout, Owned, Placement, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.module.dtensors.segments import shard_of
 from autoshard.transfers.holdings import Held, Replica
-from autoshard.transfers.schedule import Piece, Schedule, equal_names, make_schedule
+from autoshard.transfers.names import links_of
+from autoshard.transfers.schedule import Piece, Schedule, make_schedule
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -28,7 +29,7 @@ class Pair:
     machine: Hardware
 
     def schedule(self) -> Schedule:
-        return make_schedule(self.source, self.target, equal_names(self.source, self.target), self.machine)
+        return make_schedule(self.source, self.target, links_of(self.source, self.target), self.machine)
 
 
 @st.composite

@@ -18,7 +18,8 @@ from autoshard.hardware import hardware
 from autoshard.layout import Layout, Owned, Shard
 from autoshard.mesh import Mesh
 from autoshard.transfers.holdings import Box, Held, Replica, sub_boxes
-from autoshard.transfers.schedule import Piece, equal_names, make_schedule
+from autoshard.transfers.names import links_of
+from autoshard.transfers.schedule import Piece, make_schedule
 
 
 @settings(max_examples=examples(240), deadline=None)
@@ -73,7 +74,7 @@ def test_near_senders_come_first() -> None:
     held = Held((64, 64), torch.bfloat16, (Replica(Layout(mesh), tuple(n for n in range(24) if n % 3)),))
     want = replace(held, replicas=(Replica(Layout(Mesh({"tp": 8}), {"tp": Shard(0)}), tuple(range(0, 24, 3))),))
     machine = replace(hardware("h100"), devices_per_node=12)
-    schedule = make_schedule({"w": held}, {"w": want}, equal_names({"w": held}, {"w": want}), machine)
+    schedule = make_schedule({"w": held}, {"w": want}, links_of({"w": held}, {"w": want}), machine)
     assert {m.sender // 12 == m.receiver // 12 for m in schedule.messages} == {True}
     assert schedule.most_sent <= 1.1 * schedule.least_most_sent
     assert schedule.seconds_by_level["network"] == 0.0 < schedule.seconds_by_level["node"] == schedule.seconds
@@ -141,7 +142,7 @@ def test_large_models(
     source = _megatron(shapes, Mesh(trained, hardware="h100"), stages, fsdp=True)
     target = _megatron(shapes, Mesh(served, hardware="h100"))
     began = time.perf_counter()
-    schedule = make_schedule(source, target, equal_names(source, target), hardware("h100"))
+    schedule = make_schedule(source, target, links_of(source, target), hardware("h100"))
     seconds = time.perf_counter() - began
     print(f"{seconds:.1f} s for\n{schedule}")
     assert seconds < limit_s
@@ -157,6 +158,6 @@ def test_large_models(
 def test_errors_say_what_is_missing() -> None:
     pair = _pair()
     with pytest.raises(PlanError, match=r"lacks 1 tensors of the target: \['w'\]"):
-        equal_names({}, pair.target)
+        links_of({}, pair.target)
     with pytest.raises(PlanError, match=r"'w' of the target has shape \[8, 6\], but 'w' of the source has \[3, 6\]"):
-        equal_names({"w": _pair((3, 6)).source["w"]}, pair.target)
+        links_of({"w": _pair((3, 6)).source["w"]}, pair.target)

@@ -51,7 +51,6 @@ _VIEW_GETTERS = frozenset(getattr(Tensor, name).__get__ for name in ("data", "T"
 class Viewed(ModuleDTensor):
     """A tensor that may be a view in eager, and a copy here: writes into its source are read."""
 
-
     def to_local(self, **kwargs: Any) -> Tensor:
         """This rank's shard."""
         refresh_views([self])
@@ -65,7 +64,6 @@ class Viewed(ModuleDTensor):
 
 class ViewCopy(Viewed):
     """A copy that is a view in eager, of a parameter or gradient; writes reach its source."""
-
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
