@@ -131,6 +131,19 @@ def _batch_axes(name: str, mesh: Mesh) -> list[str]:
     return found
 
 
+def batch_part(mesh: Mesh, inputs: InputScope, rank: int) -> tuple[int, int]:
+    """(number of the part of the batch that ``rank`` loads, number of parts): (0, 1) for global inputs."""
+    if inputs == "global":
+        return 0, 1
+    axes = _batch_axes("batch", mesh)
+    return mesh.index_along(rank, axes), mesh.size_of(axes)
+
+
+def batch_rows(described: Mapping[str, Mapping[str, Any]], inputs: InputScope) -> set[int]:
+    """Rows of the full batch, of which ranks bring parts. ``described``: name of an input → its global shape."""
+    return {entry["shape"][0] for name, entry in described.items() if entry["shape"] and _is_local(name, inputs)}
+
+
 def _check_batch_dim(local: Sequence[tuple[str, Tensor]], layouts: Sequence[Layout | None]) -> None:
     """For ``inputs="local"``: check that dim 0 has one length, the batch, in all inputs."""
     cuts = [layout for layout in layouts if layout is not None]

@@ -18,7 +18,19 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {"autoshard": ROOT / "autoshard", "autoshard.passes": ROOT / "passes", "autoshard.models": ROOT / "models"}
 
 FLOORS = (
-    ("__main__", "cli", "completion", "demo", "testing", "hugging_face", "check", "api", "transfers"),
+    (
+        "__main__",
+        "cli",
+        "completion",
+        "demo",
+        "testing",
+        "hugging_face",
+        "accelerate",
+        "lightning",
+        "check",
+        "api",
+        "transfers",
+    ),
     ("module", "devices"),
     ("serving", "compiler", "dumps"),
     ("plans", "initialise"),

@@ -123,8 +123,8 @@ class FixedModule(nn.Module):
         """The first attribute that DistributedDataParallel reads."""
         raise AutoshardError(
             "a sharded module must not be wrapped in DistributedDataParallel: it sums gradients "
-            "over its mesh itself. Use it directly. With accelerate, prepare the optimizer alone "
-            "and save full_state_dict(), because save_state then saves no model."
+            "over its mesh itself. Use it directly. Use autoshard.accelerate.Accelerator or "
+            "autoshard.lightning.AutoshardStrategy in place of accelerate's and Lightning's own."
         )
 
     # Overrides in the user's classes are for modules that run.
