@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from autoshard.errors import AutoshardError
-from autoshard.module.checkpoints import full_optimizer_state_dict, load_full_optimizer_state_dict, load_safetensors
+from autoshard.module.checkpoints import full_optimizer_state_dict, load_full_optimizer_state_dict
 from autoshard.module.inputs import batch_part, batch_rows
 from autoshard.module.optimizers import clip_grad_norm_
 from autoshard.module.ranks.distributed import DistributedModule
+from autoshard.transfers.running import load_safetensors
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
