@@ -268,7 +268,7 @@ def test_sizes() -> None:
     }
     assert long == {}
     assert len(list((ROOT / "passes").glob("*.py"))) <= 10
-    assert len(list((ROOT / "autoshard").glob("*.py"))) <= 17
+    assert len(list((ROOT / "autoshard").glob("*.py"))) <= 19
     assert FILES["autoshard.compiler"].read_text("utf-8").count("\n") <= 160
 
 

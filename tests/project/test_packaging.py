@@ -231,7 +231,9 @@ def test_what_is_imported_is_declared() -> None:
     files = [path for folder in FOLDERS.values() for path in (ROOT / folder).rglob("*.py")]
     imported = set[str]().union(*(_imported(path.read_text(encoding="utf-8")) for path in files))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extra = _declared(project["optional-dependencies"]["hugging_face"])
+    extra = set[str]().union(
+        *(_declared(project["optional-dependencies"][name]) for name in ("hugging_face", "lightning"))
+    )
     assert imported - extra == _declared(project["dependencies"])
     assert extra <= imported
 
