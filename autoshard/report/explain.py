@@ -130,7 +130,7 @@ def _operation_lines(plan: Record, node: str) -> Iterator[str]:
     sent = [c for c in plan.collectives if c.op == node or _is_moved_by(c, made)]
     if (
         plan.folded
-        and any("folded" in label for label in choice.labels)
+        and any("zigzag" in label for label in choice.labels)
         and not any("halves" in c.reason for c in sent)
     ):
         yield f"  the sequence is in zigzag order of {plan.folded} ranks here: no exchange is needed"

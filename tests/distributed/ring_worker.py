@@ -18,8 +18,8 @@ from autoshard.plans import planning
 from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.rank_coroutines import Collective, Hop
 
-RINGS = frozenset({"ring", "folded ring", "ring with helpers"})
-PIECES = frozenset({"gathered in pieces", "folded, gathered in pieces"})
+RINGS = frozenset({"ring", "zigzag ring", "ring with helpers"})
+PIECES = frozenset({"gathered in chunks", "zigzag, gathered in chunks"})
 
 
 def trains(name: str, expected: frozenset[str] = RINGS) -> None:
@@ -66,7 +66,7 @@ def train_spelled() -> None:
 
 
 def train_pieces() -> None:
-    """Keys and values gathered in pieces, in a sequence that does not divide, with dropout."""
+    """Keys and values gathered in chunks, in a sequence that does not divide, with dropout."""
 
     def pieces_of(node: Any, families: Any) -> frozenset[str]:
         return frozenset(s.label for s in families.strategies(node)) & PIECES
@@ -82,7 +82,7 @@ def train_pieces() -> None:
 def train_folded() -> None:
     """In folded order from tokens to the last product."""
     with patch.object(planning, "order_seconds", lambda found: -found.plan.folded):
-        trains("llama", frozenset({"folded ring"}))
+        trains("llama", frozenset({"zigzag ring"}))
 
 
 def products_travel() -> None:

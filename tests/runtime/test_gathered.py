@@ -1,4 +1,4 @@
-"""Attention over keys and values that are gathered in pieces: equal to one device, two pieces at once, bytes, and its price."""
+"""Attention over keys and values that are gathered in chunks: equal to one device, two pieces at once, bytes, and its price."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("remembering")
 
 aten = torch.ops.aten
 DROPPED = spelled_models.dropped, spelled_models.capped_and_dropped, spelled_models.sloped_and_dropped
-PIECES = {"gathered in pieces", "folded, gathered in pieces"}
+PIECES = {"gathered in chunks", "zigzag, gathered in chunks"}
 
 
 # --- the run time ---
@@ -343,9 +343,9 @@ class Layers(nn.Module):
     ("length", "ranks", "heads", "causal", "label"),
     [
         pytest.param(16384, 4, 3, False, "queries", marks=pytest.mark.slow),
-        (65536, 4, 3, False, "gathered in pieces"),
+        (65536, 4, 3, False, "gathered in chunks"),
         pytest.param(262144, 8, 4, False, "ring", marks=pytest.mark.slow),
-        pytest.param(65536, 8, 4, True, "folded, gathered in pieces", marks=pytest.mark.slow),
+        pytest.param(65536, 8, 4, True, "zigzag, gathered in chunks", marks=pytest.mark.slow),
     ],
 )
 def test_crossovers(length: int, ranks: int, heads: int, causal: bool, label: str) -> None:
@@ -387,7 +387,7 @@ def gathers(q: torch.Tensor, k: torch.Tensor, mesh: autoshard.Mesh) -> list[Inte
     """The gathers of the forward of attention in pieces."""
     graph = capture_graph(Core(), (q, k, k), {}, training=True)
     (node,) = [n for n in graph.nodes if n.op in context_parallel.ATTENTION_OPS]
-    (choice,) = [(s,) for s in rule_for(node.op).strategies(node, graph) if s.label == "gathered in pieces"]
+    (choice,) = [(s,) for s in rule_for(node.op).strategies(node, graph) if s.label == "gathered in chunks"]
     placed = [operand_placements(choice, i, True) for i in range(3)] + [result_placements(choice, 0, True)]
     found = internal_collectives(node, graph, mesh, choice, placed)
     assert Counter(c.kind for c in found) == {"all_gather": 2 * len(found) // 3, "reduce_scatter": len(found) // 3}

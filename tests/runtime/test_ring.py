@@ -146,7 +146,7 @@ def test_a_result_without_gradient_on_one_rank() -> None:
 
 # --- models ---
 
-RINGS = {"ring", "folded ring", "ring with helpers"}
+RINGS = {"ring", "zigzag ring", "ring with helpers"}
 
 
 MODELS = [
@@ -221,13 +221,13 @@ def test_bytes_of_gathered_keys_and_of_two_axes() -> None:
 
 
 def test_combines_with_other_cuts() -> None:
-    """Two axes in one ring, a ring beside heads of either kind, beside samples, and folded queries."""
+    """Two axes in one ring, a ring beside heads of either kind, beside samples, and zigzag queries."""
     random = torch.Generator().manual_seed(0)
     shapes = (1, 4, 8, 2), (1, 2, 8, 2), (1, 2, 8, 2)
     q, k, v = (torch.randn(s, generator=random, dtype=torch.float64) for s in shapes)
     sample = (q, k, v, None, 0.0, True), {"enable_gqa": True}
     found = check_rule(torch.ops.aten.scaled_dot_product_attention.default, [sample], meshes=[{"x": 2, "y": 2}])
-    assert {*RINGS, "folded queries", "queries", "query heads"} <= found.strategies
+    assert {*RINGS, "zigzag queries", "queries", "query heads"} <= found.strategies
 
 
 def test_made_again_in_the_backward() -> None:

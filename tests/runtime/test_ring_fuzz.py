@@ -64,7 +64,7 @@ def with_helpers(case: Case) -> Case:
 
 
 def in_pieces(case: Case) -> Case:
-    """A case like it in which keys and values are gathered in pieces of their heads."""
+    """A case like it in which keys and values are gathered in chunks of their heads."""
     return {**case, "around": True, "pieces": 1 + case["heads"][0] // 2}
 
 

@@ -40,13 +40,13 @@ from autoshard.runtime.attention.zigzag import from_zigzag_op, to_zigzag_op
 
 ATTENTION_OPS = frozenset({aten.scaled_dot_product_attention.default, banded_op._opoverload})
 
-RING, ZIGZAG_RING, HELPED_RING = "ring", "folded ring", "ring with helpers"
+RING, ZIGZAG_RING, HELPED_RING = "ring", "zigzag ring", "ring with helpers"
 RING_LABELS = (RING, ZIGZAG_RING, HELPED_RING)
-CHUNKED, ZIGZAG_CHUNKED = "gathered in pieces", "folded, gathered in pieces"
+CHUNKED, ZIGZAG_CHUNKED = "gathered in chunks", "zigzag, gathered in chunks"
 CHUNKED_LABELS = (CHUNKED, ZIGZAG_CHUNKED)
 SEQUENCE_SHARDED = (*RING_LABELS, *CHUNKED_LABELS)
 """strategies that shard queries, keys and values"""
-ZIGZAG_QUERIES = "folded queries"
+ZIGZAG_QUERIES = "zigzag queries"
 """only queries are sharded, in zigzag order, so that causal work is even"""
 SEQUENCE_LABELS = ("queries", "keys", ZIGZAG_QUERIES, *SEQUENCE_SHARDED)
 """strategies that shard queries or keys; two of them combine only if both are plain"""

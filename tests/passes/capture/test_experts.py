@@ -68,7 +68,7 @@ def test_with_dropout_on(name: str, axes: dict[str, int]) -> None:
     report = assert_equal_training(model, axes, (), text(), steps=3, like={a: like.get(a) for a in axes})
     assert exchanging(report.plan) or "ep" not in axes
     rings = {label for c in report.plan.choices.values() if "attention" in c.op for label in c.labels}
-    assert rings & {"ring", "folded ring", "ring with helpers"} or "cp" not in axes
+    assert rings & {"ring", "zigzag ring", "ring with helpers"} or "cp" not in axes
 
 
 @pytest.mark.slow

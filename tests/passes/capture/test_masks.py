@@ -211,7 +211,7 @@ def test_in_a_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with captured_once():
             report = assert_equal_training(module, axes, (x,), like=like, steps=1)
         (labels,) = (c.labels for c in report.plan.choices.values() if "attention" in c.op)
-        assert {"ring", "folded ring", "ring with helpers"} & set(labels)
+        assert {"ring", "zigzag ring", "ring with helpers"} & set(labels)
 
 
 def test_documents_are_numbers() -> None:
@@ -287,6 +287,6 @@ def test_models_of_transformers(name: str, axes: dict[str, int]) -> None:
     plan = report.plan
     attentions = [c for c in plan.choices.values() if "attention" in c.op]
     assert len(attentions) == 2
-    assert {c.labels[0] for c in attentions} <= {"ring", "folded ring", "ring with helpers"}
+    assert {c.labels[0] for c in attentions} <= {"ring", "zigzag ring", "ring with helpers"}
     products = [c.labels[0] for c in plan.choices.values() if c.op == "aten.linear.default"]
     assert set(products) == {"...1"}  # along the sequence

@@ -99,7 +99,7 @@ def test_is_equal(axes: dict[str, int], like: Any) -> None:
     attentions = [c for c in report.plan.choices.values() if "attention" in c.op]
     assert len(attentions) == len(FORMS) + 1
     if like is not None and like != "ulysses":
-        assert {c.labels[0] for c in attentions} <= {"ring", "folded ring", "ring with helpers"}
+        assert {c.labels[0] for c in attentions} <= {"ring", "zigzag ring", "ring with helpers"}
 
 
 @pytest.mark.parametrize("axes", [{"cp": 3}, pytest.param({"cp": 2, "tp": 2}, marks=pytest.mark.slow)], ids=str)
@@ -160,7 +160,7 @@ def test_models_of_transformers(name: str) -> None:
     assert report.ok, str(report)
     assert {c.labels[0] for c in report.plan.choices.values() if "attention" in c.op} <= {
         "ring",
-        "folded ring",
+        "zigzag ring",
         "ring with helpers",
     }
     assert not any("softmax" in c.op for c in report.plan.choices.values())

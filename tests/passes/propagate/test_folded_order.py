@@ -205,7 +205,7 @@ def test_trains_as_one_device(name: str, ranks: int) -> None:
     with captured_once():
         report = assert_equal_training(model, {"cp": ranks}, args, kwargs, like="ring")
     assert report.plan.folded == ranks
-    assert attention(report.plan) == {"folded ring"} | (
+    assert attention(report.plan) == {"zigzag ring"} | (
         {"ring with helpers"} if (name, ranks) == ("shifted", 2) else set()
     )
     into, back = report.plan.folds
@@ -218,12 +218,12 @@ def test_trains_as_one_device(name: str, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("axes", "like", "labels"),
     [
-        ({"cp": 2, "tp": 2}, {"cp": "ring", "tp": "megatron-sp"}, ["heads", "folded ring"]),
+        ({"cp": 2, "tp": 2}, {"cp": "ring", "tp": "megatron-sp"}, ["heads", "zigzag ring"]),
         pytest.param(
-            {"tp": 2, "cp": 4}, {"cp": "ring", "tp": "megatron"}, ["heads", "folded ring"], marks=pytest.mark.slow
+            {"tp": 2, "cp": 4}, {"cp": "ring", "tp": "megatron"}, ["heads", "zigzag ring"], marks=pytest.mark.slow
         ),
         pytest.param(
-            {"cp": 2, "dp": 2}, {"cp": "ring", "dp": "fsdp"}, ["batch0", "folded ring"], marks=pytest.mark.slow
+            {"cp": 2, "dp": 2}, {"cp": "ring", "dp": "fsdp"}, ["batch0", "zigzag ring"], marks=pytest.mark.slow
         ),
         ({"cp": 2, "tp": 2}, "ulysses", ["heads", "query heads"]),
         pytest.param({"cp": 4}, {}, ["heads"], marks=pytest.mark.slow),
@@ -240,7 +240,7 @@ def test_beside_another_axis(axes: dict[str, int], like: Any, labels: list[str])
 
 
 @pytest.mark.usefixtures("taken", "remembering")
-@pytest.mark.parametrize("label", ["folded, gathered in pieces", "folded queries"])
+@pytest.mark.parametrize("label", ["zigzag, gathered in chunks", "zigzag queries"])
 def test_of_gathered_keys(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They come in folded order, too, and are brought into the order of the sequence where they are read."""
     monkeypatch.setattr(tensor_sequence, "ring_strategies", lambda node, families: frozenset({label}))

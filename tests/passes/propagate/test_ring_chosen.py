@@ -44,7 +44,7 @@ def picked(length: int, ranks: int, heads: int, kv_heads: int, hardware: autosha
         pytest.param(APART, 16384, (2, 2), "queries", marks=pytest.mark.slow),
         (H100, 65536, (2, 2), "ring with helpers"),
         pytest.param(H100, 16384, (8, 2), "query heads", marks=pytest.mark.slow),
-        (APART, 524288, (8, 2), "folded ring"),
+        (APART, 524288, (8, 2), "zigzag ring"),
     ],
     ids=["whole", "ulysses", "gather", "helpers", "query_heads", "ring_between_nodes"],
 )

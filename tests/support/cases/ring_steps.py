@@ -1,4 +1,4 @@
-"""Attention along a ring or gathered in pieces, and on one device; models of it."""
+"""Attention along a ring or gathered in chunks, and on one device; models of it."""
 
 from __future__ import annotations
 
