@@ -42,6 +42,7 @@ def _fake_exactly(x: Tensor, shape: Sequence[int], where: str) -> Tensor:
 
 register_backward(exactly, lambda ctx, grad: (grad, None, None), lambda ctx, inputs, output: None)
 EXACTLY = torch.ops.autoshard.exactly.default
+"""the op of :func:`exactly`, as graphs name it"""
 
 
 def is_specialization_error(error: BaseException) -> bool:

@@ -116,14 +116,11 @@ def _grouped_mm_polyfill(mat_a: Tensor, mat_b: Tensor, *given: Any, **options: A
     plain = options.get("bias") is None and options.get("out_dtype") in (None, mat_a.dtype)
     wide = mat_a.dtype == mat_b.dtype and mat_a.dtype in (torch.float32, torch.float16)
     dims = (mat_a.dim(), mat_b.dim())
-    found: Tensor
     if wide and plain and ends is not None and dims == (2, 3):
-        found = grouped_mm(mat_a, mat_b, ends)
-    elif wide and plain and ends is None and dims == (3, 3):
-        found = torch.bmm(mat_a, mat_b)
-    else:
-        found = grouped_matmul(mat_a, mat_b, **options)
-    return found
+        return grouped_mm(mat_a, mat_b, ends)
+    if wide and plain and ends is None and dims == (3, 3):
+        return torch.bmm(mat_a, mat_b)
+    return grouped_matmul(mat_a, mat_b, **options)
 
 
 def _masked_select_polyfill(input: Tensor, mask: Tensor) -> Tensor:  # noqa: A002
