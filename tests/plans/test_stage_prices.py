@@ -95,7 +95,9 @@ def test_what_collective_matmuls_hide_takes_no_time_of_a_stage() -> None:
         tokens = torch.empty(8, 2048, dtype=torch.long)
     graph = capture_graph(model, (tokens,), {"labels": tokens}, training=True)
     plan = compile_graph(
-        graph, Mesh({"pp": 2, "tp": 4}, "h100"), CompileOptions(stages="pp", micro_batches=4, like={"tp": "megatron-sp"})
+        graph,
+        Mesh({"pp": 2, "tp": 4}, "h100"),
+        CompileOptions(stages="pp", micro_batches=4, like={"tp": "megatron-sp"}),
     ).plan
     for one, took in zip(staged_in(plan).plans, times(plan), strict=True):
         step = one.micro_batches * took.batch.work + took.once_s
