@@ -192,7 +192,7 @@ def stage_of(row: Row, batch: int, layers: int) -> StageTimes:
         graph = capture_graph(model, (tokens,), {"labels": tokens}, training=True)
         graph = replace(graph, passes=row.rows // len(tokens))
         device = replace(device_of(row.hardware), part_by_part=row.part_by_part)
-        if row.part_by_part and "fsdp" not in row.like.values():
+        if row.part_by_part and row.mesh.get("tp", 1) > 1 and "fsdp" not in row.like.values():
             device = by_copy_engines(device)
         program, plan = plan_graph(graph, Mesh(row.mesh, device), opts)
     plan = replace(plan, collectives=tuple(c for c in plan.collectives if not is_reordering(c)))

@@ -247,7 +247,9 @@ def predicted(row: Row, layers: int) -> tuple[float, float, float]:
     mixed = MIXED if row.dtype is torch.float32 else None
     opts = CompileOptions(like=row.like, memory_budget=1e15, mixed_precision=mixed)
     device = replace(hardware(row.hardware), part_by_part=row.part_by_part)
-    if row.part_by_part and "fsdp" not in row.like.values():  # whose gathers take multiprocessors
+    if (
+        row.part_by_part and row.mesh.get("tp", 1) > 1 and "fsdp" not in row.like.values()
+    ):  # whose gathers take multiprocessors
         device = by_copy_engines(device)
     with left_as_spelled():
         graph = capture_graph(model, (tokens,), {"labels": tokens}, training=True, precision=mixed)

@@ -1,8 +1,8 @@
 """Published steps as a table, one per row: ``published_steps.csv``, or another file with its columns.
 
 A row names a model of :mod:`decoders`, the hardware, the precision of products, sizes and degrees, and the seconds of a step;
-``source`` and ``notes`` say where it stands and which software ran it. Nothing is fitted to a row. A row that lacks one of
-these, or whose model is not there, is left out by name.
+``source`` and ``notes`` say where it stands and which software ran it. A row that lacks one of these, or whose model is not
+there, is left out by name. No figure is solved for from a row, but which terms are counted was chosen with the rows in view.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ class IncompleteError(ValueError):
 CUDNN_FLOAT8 = 1.2e15 / 617e12
 """speed of cuDNN's attention in float8 relative to 16 bits, at most (NVIDIA 2024, "Accelerating Transformers with NVIDIA cuDNN
 9"; Shah et al. 2024, figure 5); the recipes of :func:`whole_graph` have ``fp8_dot_product_attention``"""
+HALF_HEADS = 395 / 465
+"""speed of cuDNN's attention with 64 features of a head relative to 128, on H100 at 2048 keys (Shah et al. 2024, figure 6)"""
+HALF_HEADS_BLACKWELL = 0.5
+"""the same on B200, where exponentials take as long as products of 128 features (Together 2026, "FlashAttention-4"): derived.
+B300 has twice as many units for them"""
 LAUNCH = 10e-6
 """seconds in which a host issues a kernel of an eager program (5 to 25 µs: docs of PyTorch's dispatcher and profiler)"""
 EXPERT_LAUNCHES = 60, 5
@@ -67,13 +72,22 @@ def precision(name: str, hardware: str) -> Precision:
     return Precision(speed, taken * moved / operands + written)
 
 
-def device(name: str, products: Precision, attention_speed: float) -> Hardware:
-    """A preset with the attention of Transformer Engine, so many times as fast as in bfloat16, and with these products."""
+def device(name: str, products: Precision, attention_speed: float, library: bool) -> Hardware:
+    """A preset with these products, and with attention so many times as fast as that of Transformer Engine (``library``; else
+    FlashAttention-2)."""
     found = PRESETS[name]
-    attention = TRANSFORMER_ENGINE.attention if name.startswith("h") else found.attention
+    attention = TRANSFORMER_ENGINE.attention if library and name.startswith("h") else found.attention
     faster = attention_speed / products.speed
     attention = tuple((keys, faster * ahead, faster * back) for keys, ahead, back in attention)
     return replace(found, dtypes=(*found.dtypes, ("bfloat16", products.speed * found.flops)), attention=attention)
+
+
+def attention_speed(line: dict[str, str], sizes: Sizes) -> float:
+    """Of attention relative to 16 bits and 128 features of a head."""
+    speed = CUDNN_FLOAT8 if whole_graph(line, sizes) else 1.0
+    if sizes.head_dim > 64 or sizes.latent:
+        return speed
+    return speed * (HALF_HEADS_BLACKWELL if line["hardware"] in ("B200", "GB200") else HALF_HEADS)
 
 
 def rows_of(path: Path = TABLE) -> Iterator[tuple[str, Row | str]]:
@@ -106,7 +120,8 @@ def row_of(line: dict[str, str]) -> Row:
     sharded = line["fsdp"] not in ("", "0", "ZeRO-1")
     products = precision(line["precision"] or "BF16", line["hardware"].lower())
     mesh, like = mesh_of(replicas, ep, cp, tp, sharded)
-    hardware = device(line["hardware"].lower(), products, CUDNN_FLOAT8 if whole_graph(line, sizes) else 1.0)
+    nanotron = "nanotron" in line["source"]
+    hardware = device(line["hardware"].lower(), products, attention_speed(line, sizes), not nanotron)
     length, layers = number["seq"], sizes.layers + sizes.predictions
     if line["step_s"]:
         seconds = float(line["step_s"])
@@ -120,7 +135,6 @@ def row_of(line: dict[str, str]) -> Row:
     if sharded and "recompute" in line and "not stated" in line["notes"]:
         raise IncompleteError("which layers are recomputed was not published")
     cut = tp * cp
-    nanotron = "nanotron" in line["source"]
 
     def beside(layers: int, batch: int) -> tuple[float, float, float]:
         """Casts: of operands in the forward, of gradients in the backward; and the head, which stays in bfloat16."""

@@ -20,8 +20,8 @@ from autoshard.report.record import Choice, ComparedRow, Cost, Record
 Described = TypeVar("Described", bound=Record)
 
 STATED_ERRORS = {
-    "h100": "−16% to +12% on 16 published training steps",
-    "a100": "−9% to +10% on 12 published training steps",
+    "h100": "−19% to +4% on 16 published training steps",
+    "a100": "−9% to +6% on 12 published training steps",
 }
 """device → errors of predicted steps (docs/internals/cost_model.md, plans of ``like=`` alone)"""
 
