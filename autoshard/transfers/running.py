@@ -326,12 +326,15 @@ def _joint(ours: _Modules, names: Names, dtype: torch.dtype | None, buffer: int,
             schedule = make_schedule(have, want, links, machine, dtype)
             return schedule, RankMessages.of(schedule, rank, buffer)
 
-        schedule, messages = agreement.everywhere(lambda: _kept(world.scheduled, (key, asked), scheduled))
+        def prepared() -> tuple[Schedule, RankMessages, Any]:
+            found = _kept(world.scheduled, (key, asked), scheduled)
+            wanted = [n for n in dict.fromkeys(link.target for link in links) if want[n].on(rank) is not None]
+            return *found, {} if target is None else target.targets(want, wanted)
+
+        schedule, messages, targets = agreement.everywhere(prepared)
         options = _options(agreement, source, links) if trained else ({}, [])
         device = _device_of(source, target)
         sent = {} if source is None else source.local
-        wanted = [n for n in dict.fromkeys(link.target for link in links) if want[n].on(rank) is not None]
-        targets: Any = {} if target is None else target.targets(want, wanted)
         if copies:
             sent = _snapshot(messages, sent)
     exchange, arrived = Exchange(world.weights, world.notes, device), list[torch.Tensor]()

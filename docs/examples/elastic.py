@@ -45,10 +45,11 @@ def batch(step: int) -> tuple[torch.Tensor]:
 def build(folder: Path, world: int) -> tuple[Any, torch.optim.Optimizer]:
     """Module and optimizer on the ranks that are here. Rank 0 plans; the others read its plan."""
     ranks, file = dist.get_world_size(), folder / f"plan{world}.json"
-    mesh = autoshard.Mesh({"replica": 2, "dp": ranks // 2} if ranks % 2 == 0 else {"dp": ranks})
+    replicas = 2 if ranks > 2 and ranks % 2 == 0 else 1
+    mesh = autoshard.Mesh({"replica": 2, "dp": ranks // 2} if replicas == 2 else {"dp": ranks})
     began = time.perf_counter()
     if dist.get_rank() == 0:
-        like = {"replica": "ddp", "dp": "fsdp"} if ranks % 2 == 0 else "fsdp"
+        like = {"replica": "ddp", "dp": "fsdp"} if replicas == 2 else "fsdp"
         file.write_text(autoshard.plan(model(), mesh, batch(0), like=like).to_json())
         print(f"planned in {time.perf_counter() - began:.2f} s", flush=True)
     dist.barrier()
@@ -56,7 +57,7 @@ def build(folder: Path, world: int) -> tuple[Any, torch.optim.Optimizer]:
     return sharded, torch.optim.AdamW(sharded.parameters(), lr=1e-2)
 
 
-def resume(sharded: Any, optimizer: Any, kept: Any, done: int, folder: Path) -> int:
+def resume(sharded: Any, optimizer: Any, kept: Any, done: int, saved: list[Path]) -> int:
     """Fill the module from the memory of the ranks that are left, or from the last checkpoint. The step to go on at."""
     steps: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(steps, -1 if kept is None else done)
@@ -69,10 +70,9 @@ def resume(sharded: Any, optimizer: Any, kept: Any, done: int, folder: Path) -> 
             said = "from memory"
         except autoshard.PlanError as error:
             print(error, flush=True)
-    finished = sorted(folder.glob("step*/.metadata"))  # a killed save leaves no .metadata
-    if not said and finished:
-        autoshard.transfer(finished[-1].parent, sharded, optimizer=(None, optimizer))
-        done, said = int(finished[-1].parent.name.removeprefix("step")), f"from {finished[-1].parent.name}"
+    if not said and saved:
+        autoshard.transfer(saved[-1], sharded, optimizer=(None, optimizer))
+        done, said = int(saved[-1].name.removeprefix("step")), f"from {saved[-1].name}"
     if dist.get_rank() == 0 and said:
         print(f"{dist.get_world_size()} ranks resume {said} at step {done}", flush=True)
     return done
@@ -86,7 +86,8 @@ def train(options: argparse.Namespace) -> None:
         at = members.index(options.rank)
         dist.init_process_group("gloo", store=store, rank=at, world_size=len(members), timeout=timedelta(seconds=60))
         sharded, optimizer = build(folder, world)
-        done = resume(sharded, optimizer, kept, done, folder if options.start is None else options.start.parent)
+        finished = sorted(p.parent for p in folder.glob("step*/.metadata"))  # a killed save leaves no .metadata
+        done = resume(sharded, optimizer, kept, done, finished if options.start is None else [options.start])
         try:
             for step in range(done, STEPS):
                 if step == DEATH and world == 0 and options.rank in options.kill:

@@ -25,7 +25,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return world.outcomes("transfer_worker.py", request.param, tmp_path_factory.mktemp("transfers"), names, timeout=280)
 
 
-@pytest.mark.slow_cases("2 ranks-*", "*-fused_names", "*-a_wrapped_model", "*-stages", "*-stages_in_folders")
+@pytest.mark.slow_cases("2 ranks-*", "*-fused_names", "*-a_wrapped_model", "*-stages*")
 @pytest.mark.parametrize("name", CASES)
 def test_transfer(outcomes: dict[str, str], name: str) -> None:
     assert outcomes[name] == "", outcomes[name]

@@ -174,3 +174,26 @@ def _by_element(held: Held, numbers: torch.Tensor) -> dict[int, set[int]]:
             for n in shard_of(numbers, replica.layout, at).reshape(-1).tolist():
                 found[n].add(rank)
     return found
+
+
+def decoder(layers: int, width: int, inner: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"embed": (vocabulary, width), "head": (vocabulary, width), "norm": (width,)}
+    for i in range(layers):
+        square = {"q": (width, width), "o": (width, width), "k": (width // 8, width), "v": (width // 8, width)}
+        mlp = {"gate": (inner, width), "up": (inner, width), "down": (width, inner), "norm": (width,)}
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in (square | mlp).items()}
+    return shapes
+
+
+def megatron(shapes: dict[str, tuple[int, ...]], mesh: Mesh, stages: int = 1, fsdp: bool = False) -> dict[str, Held]:
+    """Column- and row-parallel weights along tp, FSDP along dp, equal stages of the layers."""
+    found, last = {}, max(int(n.split(".")[1]) for n in shapes if "." in n)
+    for name, shape in shapes.items():
+        dim = {"norm": None, "o": 1, "down": 1}.get(name.rsplit(".", 1)[-1], 0)
+        cut = {"tp": Shard(dim)} if dim is not None else {}
+        layout = Layout(mesh, cut | ({"dp": Shard(0)} if fsdp else {}), ("tp", "dp") if fsdp else None)
+        stage = int(name.split(".")[1]) * stages // (last + 1) if "." in name else 0 if name == "embed" else stages - 1
+        found[name] = Held(
+            shape, torch.bfloat16, (Replica(layout, tuple(range(stage * mesh.size, (stage + 1) * mesh.size))),)
+        )
+    return found

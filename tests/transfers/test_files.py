@@ -6,6 +6,7 @@ import io
 import json
 import math
 import pickle
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from transfer_pairs import decoder, megatron
 
 import autoshard
 from autoshard.errors import PlanError
@@ -24,7 +26,7 @@ from autoshard.layout import Grouped, Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.module.dtensors.segments import shard_of
 from autoshard.transfers import files
-from autoshard.transfers.files import SAFETENSORS_INDEX, Folder, open_folder
+from autoshard.transfers.files import SAFETENSORS_INDEX, Chunk, FileTensor, Folder, open_folder
 from autoshard.transfers.holdings import Held, Replica
 from autoshard.transfers.messages import RankMessages
 from autoshard.transfers.names import links_of
@@ -160,6 +162,50 @@ def test_chunks_of_a_checkpoint(tmp_path: Path, counted: type[Counted]) -> None:
             for name, x in found.items():
                 assert torch.equal(x, shard_of(values[name], want[name].replicas[0].layout, rank).double()), name
         assert counted.read_bytes == 4 * sum(x.numel() for x in found.values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts memory as Linux does")
+@pytest.mark.parametrize("whole", [False, True])
+def test_peak_memory_is_shard_and_buffer(tmp_path: Path, whole: bool) -> None:
+    """Of columns of 64 MB on eight ranks; the control reads the whole tensor, as files are usually read."""
+    save_file({"w": torch.arange(2**24, dtype=torch.float32).view(4096, 4096)}, tmp_path / "model.safetensors")
+    layout, buffer = Layout(Mesh({"tp": 8}), {"tp": Shard(1)}), 2**20
+    want = {"w": Held((4096, 4096), torch.float32, (Replica(layout, tuple(range(8))),))}
+    folder = open_folder(tmp_path, want)
+    shards(folder, want, 3, buffer)
+
+    def status(key: str) -> int:
+        text = Path("/proc/self/status").read_text()
+        return int(text[text.index(key) :].split()[1]) * 1024
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status("VmRSS:")
+    found = shard_of(load_file(tmp_path / "model.safetensors")["w"].clone(), layout, 3) if whole else None
+    found = shards(folder, want, 3, buffer)["w"] if found is None else found
+    grown = status("VmHWM:") - before
+    assert torch.equal(found[:, 0], torch.arange(4096) * 4096.0 + 3 * 512)
+    limit = 4096 * 512 * 8 + 2 * buffer + 4 * 2**20  # the shard is float64; allocators and Python round up
+    assert (grown <= limit) != whole, (grown, limit)
+
+
+def test_a_schedule_of_a_large_checkpoint() -> None:
+    """70B parameters in 30 files, on the ranks of a tensor-parallel server: each rank reads its shard."""
+    shapes = decoder(80, 8192, 28672, 128256)
+    stored = {
+        name: FileTensor.whole(
+            shape, torch.bfloat16, Chunk(Path(f"{n * 30 // len(shapes)}"), 0), -2 - n * 30 // len(shapes)
+        )
+        for n, (name, shape) in enumerate(shapes.items())
+    }
+    want, folder = megatron(shapes, Mesh({"replica": 8, "tp": 8}, hardware="h100")), Folder(Path(), stored)
+    began = time.perf_counter()
+    schedule = make_schedule(folder.held, want, links_of(folder.held, want), hardware("h100"))
+    assert time.perf_counter() - began < 10
+    assert schedule.received == schedule.bound
+    for rank in (0, 13, 63):
+        held = sum(math.prod(h.replicas[0].layout.local_shape(h.shape, rank)) * 2 for h in want.values())
+        assert schedule.received[rank] == held == sum(p.nbytes for p in schedule.pieces(rank))
+    assert "30 senders → 64 receivers" in str(schedule)
 
 
 def compiled(seed: int, axes: dict[str, int], like: Any = "fsdp") -> Any:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import examples
 from hypothesis import given, settings
-from transfer_pairs import Pair, pairs, problems
+from transfer_pairs import Pair, decoder, megatron, pairs, problems
 
 from autoshard.errors import PlanError
 from autoshard.hardware import hardware
@@ -103,29 +103,6 @@ def test_ranges_of_a_box_are_boxes(box: Box) -> None:
             assert len(parts) <= max(1, 2 * len(box) - 1)
 
 
-def _decoder(layers: int, width: int, inner: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {"embed": (vocabulary, width), "head": (vocabulary, width), "norm": (width,)}
-    for i in range(layers):
-        square = {"q": (width, width), "o": (width, width), "k": (width // 8, width), "v": (width // 8, width)}
-        mlp = {"gate": (inner, width), "up": (inner, width), "down": (width, inner), "norm": (width,)}
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in (square | mlp).items()}
-    return shapes
-
-
-def _megatron(shapes: dict[str, tuple[int, ...]], mesh: Mesh, stages: int = 1, fsdp: bool = False) -> dict[str, Held]:
-    """Column- and row-parallel weights along tp, FSDP along dp, equal stages of the layers."""
-    found, last = {}, max(int(n.split(".")[1]) for n in shapes if "." in n)
-    for name, shape in shapes.items():
-        dim = {"norm": None, "o": 1, "down": 1}.get(name.rsplit(".", 1)[-1], 0)
-        cut = {"tp": Shard(dim)} if dim is not None else {}
-        layout = Layout(mesh, cut | ({"dp": Shard(0)} if fsdp else {}), ("tp", "dp") if fsdp else None)
-        stage = int(name.split(".")[1]) * stages // (last + 1) if "." in name else 0 if name == "embed" else stages - 1
-        found[name] = Held(
-            shape, torch.bfloat16, (Replica(layout, tuple(range(stage * mesh.size, (stage + 1) * mesh.size))),)
-        )
-    return found
-
-
 @pytest.mark.parametrize(
     ("size", "trained", "stages", "served", "limit_s"),
     [
@@ -138,9 +115,9 @@ def test_large_models(
     size: tuple[int, ...], trained: dict[str, int], stages: int, served: dict[str, int], limit_s: int
 ) -> None:
     """FSDP with tensor parallelism, and stages, to tensor-parallel replicas."""
-    shapes = _decoder(*size)
-    source = _megatron(shapes, Mesh(trained, hardware="h100"), stages, fsdp=True)
-    target = _megatron(shapes, Mesh(served, hardware="h100"))
+    shapes = decoder(*size)
+    source = megatron(shapes, Mesh(trained, hardware="h100"), stages, fsdp=True)
+    target = megatron(shapes, Mesh(served, hardware="h100"))
     began = time.perf_counter()
     schedule = make_schedule(source, target, links_of(source, target), hardware("h100"))
     seconds = time.perf_counter() - began
