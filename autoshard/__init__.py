@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         load_full_optimizer_state_dict,
         load_safetensors,
     )
-    from autoshard.module.optimizers import clip_grad_norm_
+    from autoshard.module.optimizers import clip_grad_norm_, whole
     from autoshard.module.parts.between import eager
     from autoshard.module.sharded_module import ShardedModule
     from autoshard.passes.redistribute import Redistribution, redistribution
@@ -79,6 +79,7 @@ _LAZY_MODULES = {
     "eager": "autoshard.module.parts.between",
     "ShardedModule": "autoshard.module.sharded_module",
     "clip_grad_norm_": "autoshard.module.optimizers",
+    "whole": "autoshard.module.optimizers",
     "load_safetensors": "autoshard.module.checkpoints",
     "full_optimizer_state_dict": "autoshard.module.checkpoints",
     "load_full_optimizer_state_dict": "autoshard.module.checkpoints",
@@ -159,6 +160,7 @@ __all__ = [
     "transfer_schedule",
     "verify",
     "visualize_layout",
+    "whole",
 ]
 
 

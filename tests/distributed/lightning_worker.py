@@ -135,7 +135,11 @@ def trained(setting: Setting, folder: str) -> dict[str, Any]:
         told += [*training.told, float(trainer.callback_metrics["loss"]), trainer.global_step]
     trainer.save_checkpoint(f"{folder}/end.ckpt")
     state = torch.load(f"{folder}/end.ckpt", weights_only=False)["state_dict"]
-    return {"told": told, "weights": {n: x.tolist() for n, x in state.items()}, "files": sorted(os.listdir(f"{folder}/kept"))}
+    return {
+        "told": told,
+        "weights": {n: x.tolist() for n, x in state.items()},
+        "files": sorted(os.listdir(f"{folder}/kept")),
+    }
 
 
 def looped(setting: Setting, folder: str) -> dict[str, Any]:
@@ -183,7 +187,12 @@ def refusals() -> list[str]:
     def refused(training: Training) -> str:
         options: Any = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
         trainer = lightning.Trainer(
-            accelerator="cpu", devices=2, strategy=AutoshardStrategy(), enable_progress_bar=False, max_steps=1, **options
+            accelerator="cpu",
+            devices=2,
+            strategy=AutoshardStrategy(),
+            enable_progress_bar=False,
+            max_steps=1,
+            **options,
         )
         try:
             trainer.fit(training)
