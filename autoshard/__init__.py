@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         full_optimizer_state_dict,
         load_full_optimizer_state_dict,
     )
-    from autoshard.module.optimizers import clip_grad_norm_
+    from autoshard.module.optimizers import clip_grad_norm_, whole
     from autoshard.module.parts.between import eager
     from autoshard.module.sharded_module import ShardedModule
     from autoshard.passes.redistribute import Redistribution, redistribution
@@ -80,6 +80,7 @@ _LAZY_MODULES = {
     "ShardedModule": "autoshard.module.sharded_module",
     "clip_grad_norm_": "autoshard.module.optimizers",
     "load_safetensors": "autoshard.transfers.running",
+    "whole": "autoshard.module.optimizers",
     "full_optimizer_state_dict": "autoshard.module.checkpoints",
     "load_full_optimizer_state_dict": "autoshard.module.checkpoints",
     "verify": "autoshard.check.verification",
@@ -161,6 +162,7 @@ __all__ = [
     "transfer_schedule",
     "verify",
     "visualize_layout",
+    "whole",
 ]
 
 

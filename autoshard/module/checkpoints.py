@@ -99,7 +99,7 @@ def load_full_optimizer_state_dict(
     """Load a full optimizer state dict; every rank keeps its shards.
 
     Raises :class:`PlanError` if it is not an optimizer state, or has other parameters. Each tensor
-    must be a scalar or have its parameter's shape.
+    must be a scalar or have its parameter's shape, unless :func:`autoshard.whole` steps the optimizer.
     """
     held, groups = (state.get(k) if isinstance(state, Mapping) else None for k in ("state", "param_groups"))
     if not (_holds_mappings(held, Mapping) and _holds_mappings(groups, list)):
@@ -113,7 +113,8 @@ def load_full_optimizer_state_dict(
             f"the optimizer state has {theirs} parameters per group, the optimizer has "
             f"{ours}. Make the optimizer with the same groups"
         )
-    for parameter, entry in ((p, state["state"].get(number, {})) for number, p in enumerate(parameters)):
+    entries = ((p, state["state"].get(number, {})) for number, p in enumerate(parameters))
+    for parameter, entry in () if getattr(optimizer, "steps_whole", False) else entries:
         for key, value in entry.items():
             if not (isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.ndim):
                 continue

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.aten import aten
 from autoshard.errors import AutoshardError, RuntimeMismatchError
+from autoshard.module.dtensors.dispatch import first_rank_generator
 from autoshard.module.dtensors.module_dtensor import (
     PART_MESHES,
+    STAGE_MESHES,
     ModuleDTensor,
     is_view_op,
+    local_shard,
     replicated_dtensor,
     tensors_of,
 )
@@ -25,6 +30,8 @@ from autoshard.module.sharded_module import ShardedModule
 from autoshard.runtime.transport.groups import group_of
 from autoshard.runtime.transport.process_group import all_gather_single
 from autoshard.torch_private.ops import foreach_norm
+
+_NOT_SUMMED = "gradients are not summed over the ranks yet, because the last backward pass was inside no_sync()"
 
 NonFiniteByDevice = dict[torch.device, Tensor]
 """device → 1 if a gradient there is not finite"""
@@ -47,10 +54,7 @@ def clip_grad_norm_(
     gradients: list[Any] = [p.grad for p in sharded.parameters() if p.grad is not None]
     partial = [g for g in gradients if isinstance(g, DTensor) and any(p.is_partial() for p in g.placements)]
     if partial:
-        raise RuntimeMismatchError(
-            f"{len(partial)} gradients are not summed over the ranks yet, because the last "
-            "backward pass was inside no_sync()"
-        )
+        raise RuntimeMismatchError(f"{len(partial)} {_NOT_SUMMED}")
     if not sharded.is_staged and (not gradients or not isinstance(gradients[0], DTensor)):
         norm, held = torch.nn.utils.get_total_norm([_gradient_values(g) for g in gradients], norm_type), gradients
     else:
@@ -141,6 +145,87 @@ def patch_load_state_dict() -> None:
         return loaded(param, value, *args, **kwargs)
 
     of._process_value_according_to_param_policy = staticmethod(process)
+
+
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+
+def whole(optimizer: OptimizerT) -> OptimizerT:
+    """``optimizer``, whose steps see full parameters, gradients and states as plain tensors; returns it.
+
+    For optimizers that need full matrices or norms of them, or that stop with an error of DTensor. Every
+    rank makes one device's update, with rank 0's random numbers, and keeps its shards of parameters and of
+    states with their shape. The full tensors of all its parameters are held during the step. It is unchanged
+    in one process. Raises :class:`AutoshardError` for parameters of pipeline stages. Collective.
+    """
+    of = [p for group in optimizer.param_groups for p in group["params"] if _is_sharded(p)]
+    if any(p.device_mesh in STAGE_MESHES for p in of):
+        raise AutoshardError(
+            "pipeline stages cannot be stepped on full tensors: a rank has parameters of its own stages only"
+        )
+    own = optimizer.step
+
+    @functools.wraps(own)
+    def step(closure: Callable[[], Any] | None = None) -> Any:
+        groups = [(group["params"], [*group["params"]]) for group in optimizer.param_groups]
+        pairs = {p: nn.Parameter(_whole_tensor(p), p.requires_grad) for _, ps in groups for p in ps if _is_sharded(p)}
+
+        def load() -> None:
+            for p, plain in pairs.items():
+                plain.grad = _whole_tensor(p.grad)
+
+        @torch.no_grad()
+        def store() -> None:
+            for p, plain in pairs.items():
+                local_shard(p).copy_(local_shard(shard_like(plain.detach(), p)))
+
+        def evaluated() -> Any:
+            store()
+            show(plain=False)  # to zero_grad() of the closure
+            with torch.enable_grad():
+                loss = closure()  # type: ignore[misc]
+            show(plain=True)
+            load()
+            return loss
+
+        def show(plain: bool) -> None:
+            for params, before in groups:
+                params[:] = [pairs.get(p, p) for p in before] if plain else before
+
+        load()
+        for p, plain in pairs.items():
+            if p in optimizer.state:
+                optimizer.state[plain] = pytree.tree_map_only(DTensor, _whole_tensor, optimizer.state.pop(p))
+        show(plain=True)
+        first = next(iter(pairs), None)
+        try:
+            with contextlib.nullcontext() if first is None else first_rank_generator(first, None):
+                return own() if closure is None else own(evaluated)
+        finally:
+            show(plain=False)
+            store()
+            for p, plain in pairs.items():
+                if plain in optimizer.state:
+                    keep = functools.partial(shard_like, like=p)
+                    optimizer.state[p] = pytree.tree_map_only(Tensor, keep, optimizer.state.pop(plain))
+
+    if of:
+        optimizer.step, optimizer.steps_whole = step, True  # type: ignore[method-assign,attr-defined]
+    return optimizer
+
+
+def _is_sharded(p: Tensor) -> bool:
+    return isinstance(p, ModuleDTensor)
+
+
+def _whole_tensor(x: Any) -> Any:
+    """The full tensor of a DTensor, without history; anything else unchanged. Collective."""
+    if not isinstance(x, DTensor):
+        return x
+    if any(p.is_partial() for p in x.placements):
+        raise RuntimeMismatchError(_NOT_SUMMED)
+    with torch.no_grad():
+        return x.full_tensor().detach().clone()
 
 
 def mark_stage_gradient(p: Tensor) -> None:

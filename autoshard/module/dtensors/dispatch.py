@@ -66,8 +66,6 @@ def run_as_dtensor(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     for x, twin in pairs:  # operations in place
         if twin._spec is not x._spec:
             x._local_tensor, x._spec = twin._local_tensor, twin._spec
-    if not op._schema.returns:  # DTensor gives the list that a foreach operation wrote
-        return None
     if isinstance(made, Tensor):
         return _ours(made, args, pairs)
     return type(made)([_ours(x, args, pairs) for x in made]) if isinstance(made, list | tuple) else made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import inspect
 import io
@@ -191,6 +192,51 @@ def prepared_by_accelerate(mesh: autoshard.Mesh) -> None:
             plain.step()
             plain.zero_grad()
     same_state(sharded, model)
+
+
+class Orthogonal(torch.optim.Optimizer):
+    """Steps matrices by their polar factor, with momentum and noise; keeps norms of rows."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            mean = state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.5)
+            state["rows"] = mean.flatten(1).norm(dim=1) if p.ndim > 1 else mean.abs()
+            if p.ndim == 2:
+                left, values, right = torch.linalg.svd(mean, full_matrices=False)
+                mean = left @ (values / (values + 0.1)).diag() @ right
+            p.sub_(0.1 * mean + 0.01 * torch.rand(p.shape, dtype=p.dtype))
+
+
+@case
+def stepped_on_whole_tensors(mesh: autoshard.Mesh) -> None:
+    """By autoshard.whole, also with a closure; its full state, loaded into another, goes on as one device's."""
+    model, sharded = pair(mesh, Net, ids())
+    for kind in (Orthogonal, functools.partial(torch.optim.LBFGS, lr=0.01, max_iter=3)):
+        optimizers: list[Any] = [kind(model.parameters()), autoshard.whole(kind(sharded.parameters()))]
+        for step in range(4):
+            if step == 2 and kind is Orthogonal:
+                state = autoshard.full_optimizer_state_dict(sharded, optimizers[1])
+                optimizers[1] = autoshard.whole(kind(sharded.parameters()))
+                autoshard.load_full_optimizer_state_dict(sharded, optimizers[1], state)
+            for module, optimizer in zip((model, sharded), optimizers, strict=True):
+                torch.manual_seed(step)
+
+                def closure(module: Any = module, optimizer: Any = optimizer, step: int = step) -> Any:
+                    optimizer.zero_grad()
+                    loss = module(ids(seed=step))[0]
+                    loss.backward()
+                    return loss
+
+                if kind is Orthogonal:
+                    closure()
+                optimizer.step(*([] if kind is Orthogonal else [closure]))
+        same_state(sharded, model)
+    assert [p.shape for p in sharded.parameters()] == [p.shape for p in model.parameters()]
 
 
 @case
