@@ -14,7 +14,7 @@ from parts_cases import LayerDrop, check, made
 from torch import nn
 
 import autoshard
-from autoshard import CaptureError, PlanError
+from autoshard import CaptureError, PlanError, compiler
 
 AXES = {"tp": 2}
 
@@ -174,6 +174,45 @@ def test_verify_compares_across_parts() -> None:
     model, args = made("matching")
     report = autoshard.verify(model, ideal(AXES), args, steps=2)
     assert report.ok, str(report)
+
+
+def test_an_error_of_ours_leaves_the_model_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise KeyError("a strategy")
+
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).double(), torch.randn(4, 8).double()
+    monkeypatch.setattr(compiler, "search_graph", fails)
+    with pytest.raises(CaptureError, match=r"KeyError: 'a strategy' \(test_parts\.py:\d+\)\. Please report"):
+        autoshard.compile(model, ideal(AXES), (x,), parts=None)
+    sharded = autoshard.compile(model, ideal(AXES), (x,))
+    assert sharded.parts == ()
+    torch.testing.assert_close(sharded(x), model(x), rtol=0, atol=0)
+
+
+class Scaled(nn.Module):
+    """A part that gets another number in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.count = ScaledLinear(8, 8), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.inner(x, 0.1 * self.count) if float(x.sum()) < 1e9 else x
+
+
+class ScaledLinear(nn.Linear):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(x) * scale
+
+
+def test_a_part_that_always_needs_another_program_runs_eagerly() -> None:
+    model, x = Scaled().double(), torch.randn(4, 8).double()
+    sharded = autoshard.compile(model, ideal(AXES))
+    for _ in range(10):
+        torch.testing.assert_close(sharded(x), model(x), rtol=1e-9, atol=1e-12)
+    assert sharded.parts == ()
+    assert "has 8 programs" in str(sharded._between.refused)
 
 
 class Branch(nn.Module):
