@@ -9,6 +9,7 @@ from typing import Any
 import parts_cases
 import pytest
 import torch
+from families import Family, outcome
 from harness import ideal
 from parts_cases import LayerDrop, check, made
 from torch import nn
@@ -213,6 +214,32 @@ def test_a_part_that_always_needs_another_program_runs_eagerly() -> None:
         torch.testing.assert_close(sharded(x), model(x), rtol=1e-9, atol=1e-12)
     assert sharded.parts == ()
     assert "has 8 programs" in str(sharded._between.refused)
+
+
+class Frozen(nn.Module):
+    """A body that is frozen for one of its two calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.body.requires_grad_(False)
+        still = self.body(x)
+        self.body.requires_grad_(True)
+        return (self.head(self.body(x)).mean() - still.mean()).square()
+
+
+def test_a_module_that_the_forward_freezes() -> None:
+    found = outcome(Family(Frozen, lambda: (torch.randn(4, 8),)), AXES)
+    assert found.verdict == "equal", found.said
+    assert found.parts == ("body", "head")
+
+
+def test_a_submodule_that_its_parent_pickles() -> None:
+    found = outcome(Family(parts_cases.Pickled, lambda: (torch.randn(4, 3),)), AXES)
+    assert found.verdict == "equal", found.said
+    assert found.parts == ("into", "generated")
 
 
 class Branch(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 import random
 from typing import Any
 
@@ -225,6 +226,29 @@ class Reversal(nn.Module):
                 return -weight * gradients[0]
 
         return self.judge(Reverse.apply(self.body(x)))  # type: ignore[no-untyped-call]
+
+
+class Pickled(nn.Module):
+    """Its copies take a submodule from bytes, as generated code of e3nn; forces are gradients in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.generated = _mlp(3, 32, 4), _mlp(4, 32, 1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**vars(self), "_modules": {**self._modules}}
+        return {**state, "bytes": pickle.dumps(state["_modules"].pop("generated"))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        made = pickle.loads(state.pop("bytes"))
+        super().__setstate__(state)
+        self.generated = made
+
+    def forward(self, places: torch.Tensor) -> torch.Tensor:
+        places = places.detach().requires_grad_()
+        energy = self.generated(self.into(places)).sum()
+        (force,) = torch.autograd.grad(energy, places, create_graph=True)
+        return force.square().mean() + energy.square()
 
 
 class Duals(nn.Module):
