@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from autoshard import dumps
+from autoshard.errors import AutoshardError, CaptureError
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
 from autoshard.passes.capture.exported.symbolic_shapes import Dynamic
@@ -46,6 +51,22 @@ def compile_model(
     return compile_graph(graph, mesh, replace(opts, like=expand_tp_plan(model, opts.like)), known)
 
 
+@contextlib.contextmanager
+def named_errors() -> Iterator[None]:
+    """Inside, an error that autoshard did not mean becomes a :class:`CaptureError`: there is no program."""
+    try:
+        yield
+    except (AutoshardError, MemoryError, OSError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise CaptureError(
+            f"the model cannot be compiled: {type(error).__name__}: {error} ({os.path.basename(last.filename)}:"
+            f"{last.lineno}). Please report it as an error of autoshard"
+        ) from error
+
+
+@named_errors()
 @infrequent_gc()
 def capture_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Graph:
     """Capture alone. ``options``: see :func:`capture`."""
@@ -74,6 +95,7 @@ def search_graph(graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLay
     return steps.cheapest(told=-1)
 
 
+@named_errors()
 @infrequent_gc()
 @without_autocast()
 def compile_graph(

@@ -4,6 +4,9 @@
 class AutoshardError(Exception):
     """Base class of all errors that autoshard raises on purpose."""
 
+    untraceable = False
+    """whether there is no program for a call, so that the module may still run eagerly"""
+
 
 class MeshError(AutoshardError, ValueError):
     """The mesh is malformed or does not fit the ranks that run."""
@@ -19,9 +22,6 @@ class HintError(AutoshardError, ValueError):
 
 class CaptureError(AutoshardError, RuntimeError):
     """The model cannot be captured without changing what it computes."""
-
-    untraceable = False
-    """whether it was raised while a program was made: the model may still run eagerly"""
 
 
 class SharedStateError(CaptureError):

@@ -25,7 +25,15 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return lambda name: results()[name]
 
 
-@pytest.mark.slow_cases("forces", "momentum_in_place", "gradients_per_sample", "layerdrop")
+@pytest.mark.slow_cases(
+    "forces",
+    "momentum_in_place",
+    "gradients_per_sample",
+    "layerdrop",
+    "sparse_inputs",
+    "a_function_in_the_forward",
+    "duals",
+)
 @pytest.mark.parametrize("name", parts_cases.CASES)
 def test_trains_as_on_one_device(outcome: Callable[[str], str], name: str) -> None:
     found = outcome(name)

@@ -9,12 +9,13 @@ from typing import Any
 import parts_cases
 import pytest
 import torch
+from families import Family, outcome
 from harness import ideal
 from parts_cases import LayerDrop, check, made
 from torch import nn
 
 import autoshard
-from autoshard import CaptureError, PlanError
+from autoshard import CaptureError, PlanError, compiler
 
 AXES = {"tp": 2}
 
@@ -174,6 +175,71 @@ def test_verify_compares_across_parts() -> None:
     model, args = made("matching")
     report = autoshard.verify(model, ideal(AXES), args, steps=2)
     assert report.ok, str(report)
+
+
+def test_an_error_of_ours_leaves_the_model_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise KeyError("a strategy")
+
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).double(), torch.randn(4, 8).double()
+    monkeypatch.setattr(compiler, "search_graph", fails)
+    with pytest.raises(CaptureError, match=r"KeyError: 'a strategy' \(test_parts\.py:\d+\)\. Please report"):
+        autoshard.compile(model, ideal(AXES), (x,), parts=None)
+    sharded = autoshard.compile(model, ideal(AXES), (x,))
+    assert sharded.parts == ()
+    torch.testing.assert_close(sharded(x), model(x), rtol=0, atol=0)
+
+
+class Scaled(nn.Module):
+    """A part that gets another number in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.count = ScaledLinear(8, 8), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.inner(x, 0.1 * self.count) if float(x.sum()) < 1e9 else x
+
+
+class ScaledLinear(nn.Linear):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(x) * scale
+
+
+def test_a_part_that_always_needs_another_program_runs_eagerly() -> None:
+    model, x = Scaled().double(), torch.randn(4, 8).double()
+    sharded = autoshard.compile(model, ideal(AXES))
+    for _ in range(10):
+        torch.testing.assert_close(sharded(x), model(x), rtol=1e-9, atol=1e-12)
+    assert sharded.parts == ()
+    assert "has 8 programs" in str(sharded._between.refused)
+
+
+class Frozen(nn.Module):
+    """A body that is frozen for one of its two calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.body.requires_grad_(False)
+        still = self.body(x)
+        self.body.requires_grad_(True)
+        return (self.head(self.body(x)).mean() - still.mean()).square()
+
+
+def test_a_module_that_the_forward_freezes() -> None:
+    found = outcome(Family(Frozen, lambda: (torch.randn(4, 8),)), AXES)
+    assert found.verdict == "equal", found.said
+    assert found.parts == ("body", "head")
+
+
+def test_a_submodule_that_its_parent_pickles() -> None:
+    found = outcome(Family(parts_cases.Pickled, lambda: (torch.randn(4, 3),)), AXES)
+    assert found.verdict == "equal", found.said
+    assert found.parts == ("into", "generated")
 
 
 class Branch(nn.Module):

@@ -542,6 +542,11 @@ def meta_skeleton(model: nn.Module) -> nn.Module:
                 f"the model cannot be copied: {error}. Remove the attribute that cannot be "
                 "copied, or give its class a __deepcopy__."
             ) from error
+    for path, module in model.named_modules():
+        if id(module) not in memo:  # its parent copies it by its own __getstate__, with other tensors
+            twin = memo[id(module)] = made.get_submodule(path)
+            for own, theirs in ((twin._parameters, module._parameters), (twin._buffers, module._buffers)):
+                own.update({name: memo[id(x)] for name, x in theirs.items() if x is not None})
     replace_in_attributes(made, {i: memo[i] for i in ids_in_model(model)})
     return made
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.errors import CaptureError
+from autoshard.errors import AutoshardError, BudgetError, LayoutError, PlanError, RuleError
 from autoshard.layout import Layout
 from autoshard.module.model.closures import deepcopy_functions, ids_in_model
 from autoshard.module.model.hooks import HOOK_FLAGS, HOOK_KINDS
 from autoshard.module.model.submodules import kept_attributes
 from autoshard.module.parts.plans import FlopCount
 from autoshard.module.parts.tensors import PlainTensors
-from autoshard.torch_private.autograd import peek_interpreter_stack
+from autoshard.torch_private.autograd import forward_level, peek_interpreter_stack
 from autoshard.torch_private.dispatch import without_dispatch_modes
 
 EAGER_MARK = "_autoshard_eager"
@@ -29,6 +29,8 @@ EAGER_MARK = "_autoshard_eager"
 
 MAX_FIXED_SHAPES = 4
 """programs of a part before its next one is for all lengths: values decide shapes (masks, mined pairs)"""
+
+_NO_PROGRAM = PlanError, RuleError, LayoutError
 
 
 def eager(module: nn.Module) -> nn.Module:
@@ -50,7 +52,7 @@ class Between:
 
     def __init__(self, sharded: Any) -> None:
         self.sharded = sharded
-        self.refused: dict[tuple[str, Any], CaptureError] = {}
+        self.refused: dict[tuple[str, Any], AutoshardError] = {}
         """(module path, mode) → why it cannot be captured"""
         self.used: dict[str, Any] = {}
         """path → part that ran in the last call"""
@@ -174,8 +176,8 @@ class Between:
         try:
             with contextlib.nullcontext() if self._count is None else without_dispatch_modes():
                 found = part.run_as_part(args, kwargs)
-        except CaptureError as error:
-            if not is_untraceable(error):
+        except AutoshardError as error:
+            if not is_untraceable(error) and (isinstance(error, BudgetError) or not isinstance(error, _NO_PROGRAM)):
                 raise
             self.refused[path, mode] = error
             self.own[path] = type(module).__name__
@@ -186,7 +188,7 @@ class Between:
 
     def _mode(self, path: str) -> Any:
         """What a refusal holds for: the modes of the module's submodules and grad mode; None: no part here."""
-        if peek_interpreter_stack() is not None:  # torch.func: programs have no batching rules
+        if peek_interpreter_stack() is not None or forward_level() >= 0:  # programs have no batching rules, no duals
             return None
         modes = tuple(m.training for m in self.modules[path].modules())
         return modes, torch.is_grad_enabled()
@@ -281,4 +283,4 @@ def matches_part(path: str, pattern: str) -> bool:
 
 def is_untraceable(error: BaseException | None) -> bool:
     """Whether ``error`` says that a program cannot be made, so that the module may still run eagerly."""
-    return isinstance(error, CaptureError) and error.untraceable
+    return isinstance(error, AutoshardError) and error.untraceable

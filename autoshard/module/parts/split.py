@@ -13,7 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autoshard.errors import CaptureError, SharedStateError
+from autoshard.errors import AutoshardError, CaptureError, SharedStateError
 from autoshard.layout import Layout
 from autoshard.module.model.original import OriginalModel
 from autoshard.module.parts.between import Between, is_untraceable
@@ -34,7 +34,7 @@ def run_in_parts(sharded: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     try:
         _check_asked_parts(sharded)
         found = sharded._run_one_graph(args, kwargs)
-    except CaptureError as error:
+    except AutoshardError as error:
         if not is_untraceable(error):
             raise
         refusal = error
@@ -54,7 +54,7 @@ def prepare_parts(sharded: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         _check_asked_parts(sharded)
         sharded.specialise(args, kwargs)
         return
-    except CaptureError as error:
+    except AutoshardError as error:
         if not is_untraceable(error):
             raise
         refusal = error
@@ -113,7 +113,7 @@ def _run(sharded: Any, between: Between, args: tuple[Any, ...], kwargs: dict[str
     return between(args, kwargs)
 
 
-def _check_options(sharded: Any, refusal: CaptureError) -> None:
+def _check_options(sharded: Any, refusal: AutoshardError) -> None:
     """Raise :class:`CaptureError` for options that need one graph."""
     opts = sharded._settings.opts
     needs = {
@@ -131,7 +131,7 @@ def _check_options(sharded: Any, refusal: CaptureError) -> None:
 
 
 @contextmanager
-def _split(sharded: Any, refusal: CaptureError) -> Iterator[Between]:
+def _split(sharded: Any, refusal: AutoshardError) -> Iterator[Between]:
     """The code between the parts of ``sharded``. If the first call fails, nothing has changed."""
     before, original, first = dict(vars(sharded)), sharded._original_model, not sharded._original_model.adopted
     try:
@@ -154,7 +154,7 @@ def _split(sharded: Any, refusal: CaptureError) -> Iterator[Between]:
         if sharded._between is not None:
             sharded._between.refused.pop(("", _mode_of(sharded)), None)
         sharded.__dict__.update(before)
-        if isinstance(error, SharedStateError):
+        if isinstance(error, AutoshardError):
             raise
         raise refusal from error
 

@@ -101,7 +101,11 @@ def check_call_leaves(model: nn.Module, leaves: Sequence[Any], spec: Any, device
                 f"input {name(i)!r} of {type(model).__name__} is on device {kind}, and {what}. "
                 "Move it to the device of the module."
             )
-        check_dense(x, partial(name, i))
+        try:
+            check_dense(x, partial(name, i))
+        except CaptureError as error:
+            error.untraceable = True
+            raise
 
 
 def check_parametrizations(before: Any, executable: Executable, title: str) -> Any:

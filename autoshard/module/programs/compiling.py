@@ -75,6 +75,10 @@ Parts = str | Sequence[str] | None
 """``"auto"``: the largest modules that can be captured; patterns of modules; or None: one graph or an error"""
 
 
+MAX_PART_PROGRAMS = 8
+"""most programs of a part in one state: if each call needs another, compiling takes longer than running eagerly"""
+
+
 @dataclass(frozen=True)
 class CompileSettings:
     """Options of :func:`autoshard.compile`."""
@@ -253,9 +257,14 @@ class CompilingModule(FixedModule):
         found = self._program_for(call, number)
         if found is None:
             if known := [key for key in self._executables if isinstance(key[-2], CallState)]:
-                program_log.info(
-                    "another program is compiled, for other %s", key_difference(call.key(number), known[-1])
-                )
+                others = key_difference(call.key(number), known[-1])
+                if self._part_of is not None and sum(key[-2] == call.state for key in known) >= MAX_PART_PROGRAMS:
+                    said = CaptureError(
+                        f"{self._title} has {MAX_PART_PROGRAMS} programs, and this call needs one for other {others}"
+                    )
+                    said.untraceable = True
+                    raise said
+                program_log.info("another program is compiled, for other %s", others)
             try:
                 # Tensors made here outlive the call.
                 with with_caller_modes(call.state.grad, call.state.inference):

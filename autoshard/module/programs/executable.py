@@ -493,9 +493,11 @@ def run_first_match(serve: Callable[[int], Served], served: Iterable[int] = ()) 
                 raise
             if number == numbers[-1]:
                 advice = _BUFFER_ADVICE if OTHER_BUFFERS in str(error) else _INPUT_ADVICE
-                raise RuntimeMismatchError(
+                said = RuntimeMismatchError(
                     f"{error}. There are {_MAX_PROGRAMS} programs for inputs of these shapes "
                     f"already, for other values. {advice}"
-                ) from error
+                )
+                said.untraceable = True
+                raise said from error
             log.info("a program does not fit this call: %s", error)
     raise AssertionError

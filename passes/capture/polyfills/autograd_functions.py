@@ -9,6 +9,7 @@ test is no proof.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from autoshard.torch_private.autograd import set_grad_enabled
 from autoshard.torch_private.dispatch import TorchDispatchMode, above_autograd
 from autoshard.torch_private.fake import unset_fake_temporarily
 
+_APPLY = inspect.getattr_static(torch.autograd.Function, "apply")
 MAX_TRIAL_ELEMENTS = 1 << 22
 """largest operand (elements) that is tested at full size; larger ones are shrunk"""
 MAX_KEPT_LENGTH = 16
@@ -40,13 +42,27 @@ class CustomAutogradFunctions(Observer):
         self.training, self.refuse = training, refuse
 
     def patches(self) -> Iterable[Patch]:
+        if self.training:
+            yield torch.autograd.Function, "apply", classmethod(functools.partial(self._of_new_class))
         for function in _subclasses(torch.autograd.Function):
             if _is_replaceable(function) and not self.training:
                 yield function, "apply", staticmethod(_apply_without_grad(function))
             elif _is_replaceable(function):
                 instead = self._instead(function)
-                yield function, "apply", staticmethod(instead)
+                yield function, "apply", classmethod(functools.partial(self._of_class, function, instead))
                 yield function, "forward", staticmethod(_forward_calling(function, instead))
+
+    def _of_class(self, function: Any, instead: Callable[..., Any], cls: Any, *args: Any) -> Any:
+        return instead(*args) if cls is function else self._of_new_class(cls, *args)
+
+    def _of_new_class(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """``apply`` of a class that was made after the trace began: it may hold values of the trace."""
+        if not _is_replaceable(cls):
+            return _APPLY.__get__(None, cls)(*args, **kwargs)
+        raise self.refuse(
+            f"custom autograd.Function {cls.__qualname__!r} ({cls.__module__}): it is defined inside the forward, and a "
+            "trace would drop its backward. Define it at the top of a module."
+        )
 
     def _instead(self, function: Any) -> Callable[..., Any]:
         """Replacement of ``function.apply``."""
@@ -219,7 +235,7 @@ def _user_line_prefix(error: Exception) -> str:
 
 
 def _torch_apply(function: Any, args: Sequence[Any]) -> Any:
-    return inspect.getattr_static(torch.autograd.Function, "apply").__get__(None, function)(*args)
+    return _APPLY.__get__(None, function)(*args)
 
 
 def _random_arguments(args: Sequence[Any]) -> list[Any]:

@@ -179,9 +179,15 @@ class AutogradSideEffects(Observer):
             raise self.refuse("the forward assigns to .data of a tensor. Compute a new tensor instead.")
         if self.training and (name := _LOST_AUTOGRAD_CALLS.get(func)) is not None:
             raise self.refuse(f"{name} is called in the forward, and the compiled module loses it. {_AUTOGRAD_ADVICE}")
-        turned_on = self.training and func in _REQUIRES_GRAD_SETTERS and not args[0].requires_grad
+        wanted = self.training and func in _REQUIRES_GRAD_SETTERS and (*args[1:], *call.kwargs.values(), True)[0]
+        switched = self.training and func in _REQUIRES_GRAD_SETTERS and wanted != args[0].requires_grad
+        if switched and any(args[0] is x for x in self.held):
+            raise self.refuse(
+                "the forward switches requires_grad of a parameter, but a program has it as it was when the forward "
+                "began. Switch it outside of the forward, or read the parameter's .detach()."
+            )
         # intermediate gradients are invisible; those of outputs are compared after the trace
-        if turned_on and (*args[1:], *call.kwargs.values(), True)[0] and any(args[0] is x for x in self.inputs):
+        if switched and wanted and any(args[0] is x for x in self.inputs):
             raise self.refuse(
                 "the forward turns requires_grad on for its input, but the compiled module would "
                 "not return that gradient. Pass the input with requires_grad=True."
