@@ -1,162 +1,256 @@
-"""Trainer of Hugging Face for sharded modules; needs the packages transformers and accelerate."""
+"""Trainers of Hugging Face for sharded modules; needs the packages transformers and accelerate.
+
+Importing this file prepares :class:`transformers.Trainer` itself, so that its subclasses (trl's, a user's own) work,
+too. :func:`autoshard.compile` imports it if transformers' Trainer is imported. Trainers of other models are as before.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import find_batch_size, recursively_apply
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch import nn
 from torch.utils.data import IterableDataset
 
-from autoshard.module.checkpoints import full_optimizer_state_dict, load_full_optimizer_state_dict
+from autoshard.errors import PlanError
+from autoshard.module.checkpoints import (
+    full_optimizer_state_dict,
+    load_full_optimizer_state_dict,
+)
+from autoshard.module.parts.split import prepare_parts
 from autoshard.module.ranks.distributed import DistributedModule
 from autoshard.module.sharded_module import ShardedModule
 from autoshard.runtime.programs.launch import as_plan_error
+from autoshard.runtime.transport import torch_state
 from autoshard.transfers.running import load_safetensors
 
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
 """file names in a transformers checkpoint"""
+_ONE = {"num_processes": 1, "process_index": 0, "local_process_index": 0, "distributed_type": DistributedType.NO}
+"""accelerate's state of a process that is alone"""
+_PROCESSES: dict[str, Any] = {}
+"""accelerate's state of this process as it is; empty before the first Trainer of a sharded module"""
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
-    """:class:`transformers.Trainer` for sharded modules, in one process or under torchrun.
+    """:class:`transformers.Trainer`, which takes sharded modules, by the name that it had here.
 
     Every rank gets the same batches: ``per_device_train_batch_size`` is the global batch size. The
     module is not wrapped in DDP; autocast follows ``bf16=True``. Checkpoints are the unsharded
     model's: resume on another mesh, on one device, or with ``from_pretrained``.
     """
 
-    _sharing = 1
-    """number of ranks that share one batch; divides counts of tokens and FLOPs"""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if isinstance(self.model, DistributedModule):
-            self._sharing = dist.get_world_size()
-            # As for models sharded by transformers: they own their placement and are not wrapped.
-            # As in tensor parallelism, ranks share a batch, and each batch counts once.
-            self.is_distributed_loading_by_transformers = True
-            object.__setattr__(self.model, "_tp_size", self._sharing)
-            self.args.average_tokens_across_devices = True  # else one rank's count is divided
-            self.accelerator.prepare_data_loader = self._whole_batches
-            self.accelerator.gather_for_metrics = self.gather_function = self._gather_for_metrics
+def _sharded(model: Any) -> ShardedModule | None:
+    """The sharded module that ``model`` is, or wraps."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return next((m for m in modules if isinstance(m, ShardedModule)), None)
 
-    def _gather_for_metrics(self, data: Any, **_: Any) -> Any:
-        """Results of the last batch's valid rows; its loss was repeated for a full batch."""
-        state = self.accelerator.gradient_state
-        if not state.end_of_dataloader or state.remainder < 1:
-            return data
-        try:
-            return recursively_apply(lambda tensor: tensor[: state.remainder], data)
-        except IndexError:  # accelerate keeps all rows if one tensor has none
-            return data
 
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """As in one process: a distributed sampler or per-rank seeds would change batches."""
-        if self._sharing == 1:
-            return super()._get_dataloader(*args, **kwargs)
-        ranks = self.args.distributed_state
-        self.args.distributed_state = SimpleNamespace(num_processes=1, process_index=0, local_process_index=0)
-        try:
-            return super()._get_dataloader(*args, **kwargs)
-        finally:
-            self.args.distributed_state = ranks
+def _for_sharded(
+    name: str, kind: type[ShardedModule] = ShardedModule
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replaces a method of transformers' Trainer for sharded modules of this ``kind``.
 
-    def _whole_batches(self, loader: Any, **_: Any) -> Any:
-        """The batches of ``loader``, unsharded on every rank, on its device."""
-        made = self.accelerator
-        prepared = prepare_data_loader(
-            loader,
-            self.args.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=True,
-            dispatch_batches=False,  # else rank 0 reads an iterable dataset and scatters each batch
-            rng_types=made.rng_types.copy(),
-            use_seedable_sampler=made.use_seedable_sampler,
-            data_seed=made.dataloader_config.data_seed,
+    The function gets the trainer, its sharded module, the method as it was, and the arguments.
+    """
+
+    def replace(ours: Callable[..., Any]) -> Callable[..., Any]:
+        theirs = getattr(transformers.Trainer, name)
+
+        @functools.wraps(theirs)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            sharded = _sharded(self.model)
+            if not isinstance(sharded, kind):
+                if kind is DistributedModule:
+                    _see_processes(one=False)
+                return theirs(self, *args, **kwargs)
+            return ours(self, sharded, functools.partial(theirs, self), *args, **kwargs)
+
+        setattr(transformers.Trainer, name, method)
+        return ours
+
+    return replace
+
+
+def _see_processes(one: bool) -> None:
+    """Let accelerate see ``one`` process, as every rank takes the full batch, or those that there are.
+
+    The first rank stays the main process, which prints and writes.
+    """
+    shared = PartialState._shared_state
+    if one and shared["num_processes"] > 1:
+        _PROCESSES.update({name: shared[name] for name in _ONE})
+    for state in (PartialState._shared_state, AcceleratorState._shared_state):
+        if state and _PROCESSES:
+            state.update(_ONE if one else _PROCESSES)
+
+
+def _ranks_seen(one: bool = False) -> PartialState:
+    """The process of these training arguments, alone; its rank decides whether it writes, unless ``one``."""
+    made = object.__new__(PartialState)
+    made.__dict__ = {**PartialState._shared_state, **({} if one else _PROCESSES), "num_processes": 1}
+    made.__dict__["distributed_type"] = DistributedType.NO
+    return made
+
+
+def _main_by_rank(name: str, index: str) -> None:
+    """Let the property ``name`` of accelerate's state tell the main process by rank, if it sees one process."""
+    theirs = getattr(PartialState, name).fget
+
+    def is_main(self: PartialState) -> bool:
+        one = _PROCESSES and PartialState._shared_state.get("num_processes") == 1
+        return bool(_PROCESSES[index] == 0 if one else theirs(self))
+
+    setattr(PartialState, name, property(is_main))
+
+
+_main_by_rank("is_main_process", "process_index")
+_main_by_rank("is_local_main_process", "local_process_index")
+
+
+@_for_sharded("create_accelerator_and_postprocess", DistributedModule)
+def _create(trainer: Any, sharded: DistributedModule, theirs: Callable[..., None]) -> None:
+    if sharded._settings.inputs != "global":
+        raise PlanError(
+            "the Trainer gives every rank the same batch, but the module was compiled with inputs='local'. Compile it "
+            "without: per_device_train_batch_size is then the global batch size"
         )
-        if isinstance(loader.dataset, IterableDataset):
-            _count_last_batch(prepared)
-        return prepared
+    if sharded.mesh.size != dist.get_world_size():
+        raise PlanError(f"the Trainer needs all {dist.get_world_size()} ranks, but the mesh ({sharded.mesh}) has fewer")
+    trainer.args._setup_devices  # noqa: B018  joins the processes
+    _see_processes(one=True)
+    trainer.args.distributed_state = _ranks_seen()
+    theirs()
 
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)
-        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._sharing
 
-    def store_flos(self) -> None:
-        """See :meth:`transformers.Trainer.store_flos`."""
-        self.current_flos /= self._sharing
-        super().store_flos()
+@_for_sharded("_get_dataloader", DistributedModule)
+def _get_dataloader(
+    trainer: Any, sharded: DistributedModule, theirs: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """As in one process: seeds of workers by rank would change batches."""
+    _see_processes(one=True)  # other training arguments may have been made since
+    trainer.args.distributed_state = _ranks_seen(one=True)
+    try:
+        return theirs(*args, **kwargs)
+    finally:
+        trainer.args.distributed_state = _ranks_seen()
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the tensors that :meth:`save_model` gathered; called on the writing rank only."""
-        super()._save(output_dir, state_dict if state_dict is not None else self._weights())
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """See :meth:`transformers.Trainer.save_model`. Collective."""
-        folder, weights = output_dir or self.args.output_dir, self._weights()
-        if self.args.should_save:
-            self._save(folder, weights)
-        if dist.is_initialized():
-            dist.barrier()
-
-    def _weights(self) -> dict[str, torch.Tensor]:
-        """The full tensors, tied ones once; kept on the CPU of the rank that writes. Collective."""
-        sharded: ShardedModule = self.model
+@_for_sharded("_save")
+def _save(
+    trainer: Any,
+    sharded: ShardedModule,
+    theirs: Callable[..., None],
+    output_dir: Any = None,
+    state_dict: Any = None,
+) -> None:
+    """Gather the full tensors, tied ones once, on the CPU of the rank that writes. Collective."""
+    if state_dict is None:
         found: dict[int, torch.Tensor] = {}
-        weights = {}
-        for name, tensor in sharded.state_dict(keep_vars=True).items():
+        state_dict = {}
+        for name, tensor in trainer.model.state_dict(keep_vars=True).items():
             if id(tensor) not in found:
                 full = sharded._full(tensor.detach())
-                found[id(tensor)] = full.cpu() if self.args.should_save else full.new_empty(0)
-            weights[name] = found[id(tensor)]
-        return weights
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        load_safetensors(self.model, resume_from_checkpoint)
-
-    def _load_best_model(self) -> None:
-        load_safetensors(self.model, self.state.best_model_checkpoint)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer = full_optimizer_state_dict(self.model, self.optimizer)
-        if self.args.should_save:
-            torch.save(optimizer, os.path.join(output_dir, _OPTIMIZER))
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not os.path.isfile(os.path.join(checkpoint, _OPTIMIZER)):
-            return
-        with _checkpoint_entry(checkpoint, _OPTIMIZER, mmap=True) as state:
-            load_full_optimizer_state_dict(self.model, self.optimizer, state)
-        with _checkpoint_entry(checkpoint, _SCHEDULER) as state:
-            self.lr_scheduler.load_state_dict(state)
+                found[id(tensor)] = full.cpu() if trainer.args.should_save else full.new_empty(0)
+            state_dict[name] = found[id(tensor)]
+    if trainer.args.should_save:
+        theirs(output_dir, state_dict)
+    if dist.is_initialized():
+        dist.barrier()
 
 
-def _count_last_batch(loader: Any) -> None:
-    """Tell ``loader`` the rows of its last batch; accelerate knows them only for sized datasets."""
-    base = loader.base_dataloader
-    batches = base.__iter__
+@_for_sharded("_save_rng_state", DistributedModule)
+def _save_rng_state(trainer: Any, sharded: DistributedModule, theirs: Callable[..., None], output_dir: str) -> None:
+    if trainer.args.should_save:
+        theirs(output_dir)
 
-    def counted() -> Iterator[Any]:
-        rows = None
-        for batch in batches():
-            rows = find_batch_size(batch)
-            yield batch
-        loader.remainder = rows or -1  # runs before the last batch: accelerate prefetches
 
-    base.__iter__ = counted
+@_for_sharded("_save_optimizer_and_scheduler")
+def _save_optimizer(trainer: Any, sharded: ShardedModule, theirs: Callable[..., None], output_dir: str) -> None:
+    optimizer = full_optimizer_state_dict(sharded, trainer.optimizer)
+    if trainer.args.should_save:
+        torch.save(optimizer, os.path.join(output_dir, _OPTIMIZER))
+        torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+
+
+@_for_sharded("_load_optimizer_and_scheduler")
+def _load_optimizer(trainer: Any, sharded: ShardedModule, theirs: Callable[..., None], checkpoint: str | None) -> None:
+    if checkpoint is None or not os.path.isfile(os.path.join(checkpoint, _OPTIMIZER)):
+        return
+    with _checkpoint_entry(checkpoint, _OPTIMIZER, mmap=True) as state:
+        load_full_optimizer_state_dict(sharded, trainer.optimizer, state)
+    with _checkpoint_entry(checkpoint, _SCHEDULER) as state:
+        trainer.lr_scheduler.load_state_dict(state)
+
+
+@_for_sharded("_load_from_checkpoint")
+def _load_from_checkpoint(
+    trainer: Any, sharded: ShardedModule, theirs: Callable[..., None], checkpoint: str, model: Any = None
+) -> None:
+    if hasattr(sharded, "peft_config"):  # adapters alone
+        theirs(checkpoint, model)
+    else:
+        load_safetensors(sharded, checkpoint)
+
+
+@_for_sharded("_load_best_model")
+def _load_best_model(trainer: Any, sharded: ShardedModule, theirs: Callable[..., None]) -> None:
+    _load_from_checkpoint(trainer, sharded, lambda *_: theirs(), trainer.state.best_model_checkpoint)
+
+
+def _compiled_for_first_batch(create: Callable[..., Any]) -> Callable[..., Any]:
+    """``create_optimizer``, which first compiles a module that no call has compiled: optimizers need its parameters."""
+
+    @functools.wraps(create)
+    def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sharded, data = _sharded(self.model), self.train_dataset
+        known = data is None or isinstance(data, IterableDataset) or "forward" in vars(sharded or self)
+        if sharded is not None and not sharded._original_model.adopted and not known:
+            states = torch_state.generator_states(), random.getstate(), numpy.random.get_state()
+            loader = self.get_train_dataloader()
+            batches, count = self.get_batch_samples(
+                iter(getattr(loader, "base_dataloader", loader)), 1, self.args.device
+            )
+            self.model.train()
+            object.__setattr__(sharded, "forward", functools.partial(_compile_only, sharded))
+            try:
+                with self.accelerator.autocast():
+                    self.compute_loss(self.model, self._prepare_inputs(batches[0]), num_items_in_batch=count)
+            except _CompiledError:
+                pass
+            finally:
+                del sharded.__dict__["forward"]
+                torch_state.set_generator_states(states[0])
+                random.setstate(states[1])
+                numpy.random.set_state(states[2])
+        return create(self, *args, **kwargs)
+
+    return create_optimizer
+
+
+class _CompiledError(Exception):
+    """Ends a call that was to compile only."""
+
+
+def _compile_only(sharded: ShardedModule, *args: Any, **kwargs: Any) -> None:
+    prepare_parts(sharded, args, kwargs)
+    raise _CompiledError
+
+
+transformers.Trainer.create_optimizer = _compiled_for_first_batch(transformers.Trainer.create_optimizer)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from autoshard.errors import PlanError
+from autoshard.errors import CaptureError, PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.module.microbatches import MicroBatchRun
@@ -58,9 +58,11 @@ def submodule_alone(sharded: CompilingModule, part: nn.Module, base: type[Compil
     call of ``part`` decides them. Hints and styles by name are those of the model.
     """
     path = next(path for path, other in sharded._original_model.parts.items() if other is part)
-    if path not in sharded._inner_modules:
-        sharded._inner_modules[path] = _compiling_submodule(sharded, path, base)
-    return sharded._inner_modules[path]
+    inner = sharded._inner_modules
+    if path not in inner:
+        around = [] if sharded._original_model.adopted else [m for p, m in inner.items() if path.startswith(f"{p}.")]
+        inner[path] = submodule_alone(around[0], part, base) if around else _compiling_submodule(sharded, path, base)
+    return inner[path]
 
 
 def _compiling_submodule(sharded: CompilingModule, path: str, base: type[CompilingModule]) -> CompilingModule:
@@ -71,9 +73,21 @@ def _compiling_submodule(sharded: CompilingModule, path: str, base: type[Compili
 
     model = of.model.get_submodule(path)
     original = OriginalModel(model)
+    original.own_hooks = False  # the part's own call runs them
     original.parts = {"": of.parts[path], **within(of.parts)}
     layouts: dict[str, Layout] | None = None
-    if of.adopted:
+    inner = {} if of.adopted else within(sharded._inner_modules)
+    if not of.adopted:
+        tensors = {id(x) for x in (*model.parameters(), *model.buffers())}
+        for other, part in sharded._inner_modules.items():
+            if not other.startswith(below) and not tensors.isdisjoint(
+                i for i, _ in part._original_model.origins.values()
+            ):
+                raise CaptureError(
+                    f"{path!r} and {other!r} share tensors, and both are called alone before the full model. Call the "
+                    "full model first, or give its example_args to autoshard.compile"
+                )
+    else:
         original.slots = within(of.slots)
         original.parameters = [name[len(below) :] for name in of.parameters if name.startswith(below)]
         original.elsewhere, original.taken_from = within(of.elsewhere), within(of.taken_from)
@@ -86,10 +100,11 @@ def _compiling_submodule(sharded: CompilingModule, path: str, base: type[Compili
     made.__dict__.update(
         _original_model=original,
         _title=type(model).__name__,
-        _settings=replace(settings, opts=opts),
+        _settings=replace(settings, opts=opts, gather_outputs=True),  # plain code reads them
         _executables={},
         _latest=None,
-        _inner_modules={},
+        _programs=[],
+        _inner_modules=inner,
         _stage_homes=sharded._stage_homes and within(dict(sharded._stage_homes)),
         _parameter_layouts=layouts,
         _layout_of=within(sharded._layout_of) if of.adopted else {},
@@ -366,6 +381,22 @@ class ShardedModule(CompilingModule):
             return part
         base = next(c for c in type(self).__mro__ if c.__module__.startswith("autoshard.module."))
         return submodule_alone(self, part, base)
+
+    def call_submodule(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a submodule alone: of its own program; :class:`CaptureError` if the model must be compiled first."""
+        path = next(path for path, other in self._original_model.parts.items() if other is part)
+        if self._settings.inputs != "global":
+            raise CaptureError(f"{path!r} is called alone, which needs inputs='global'. Call the full model")
+        if self._between is not None:
+            return self._between(args, kwargs, path)
+        found = self.callable_submodule(part)
+        if found is part:
+            raise CaptureError(
+                f"{path!r} is called alone, but what was asked of the full model (hints, like, plan, stages, objective, "
+                "memory) decides its layouts. Call the full model first, or give its example_args to autoshard.compile"
+            )
+        found.training = part.training
+        return found.forward(*args, **kwargs)
 
     def compile_for_generation(self, inputs: Tensor | None, kwargs: dict[str, Any]) -> None:
         """See :func:`~autoshard.module.sharded_module.compile_encoder_decoder`."""

@@ -9,11 +9,9 @@ import os
 
 import torch
 import torch.distributed as dist
-import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import autoshard
-from autoshard.hugging_face import Trainer
 
 BATCH, LENGTH, VOCABULARY = 4, 16, 64
 
@@ -61,8 +59,7 @@ def main() -> None:
         report_to=[],
         disable_tqdm=True,
     )
-    kind = transformers.Trainer if options.whole else Trainer
-    trainer = kind(model, arguments, train_dataset=texts(64, seed=1), eval_dataset=texts(8, seed=2))
+    trainer = Trainer(model, arguments, train_dataset=texts(64, seed=1), eval_dataset=texts(8, seed=2))
     trainer.train(resume_from_checkpoint=options.resume)
     trainer.save_model()
     print(f"evaluation: {trainer.evaluate()['eval_loss']:.5f}")

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on two gloo ranks, with datasets that its batches do not divide."""
+"""transformers' own Trainer on two gloo ranks, with datasets that its batches do not divide."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import world
 from trainer_worker import CASES, outcome
 
-FAST = {"metrics", "stream"}
+FAST = {"metrics", "stream", "first"}
 
 
 @pytest.fixture(scope="session")

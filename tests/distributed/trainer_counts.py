@@ -13,7 +13,6 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import autoshard
-from autoshard.hugging_face import Trainer
 
 
 def counted(folder: str, average: bool, tokens: str | bool) -> dict[str, Any]:
@@ -44,8 +43,7 @@ def counted(folder: str, average: bool, tokens: str | bool) -> dict[str, Any]:
         report_to=[],
         disable_tqdm=True,
     )
-    kind = transformers.Trainer if "whole" in sys.argv else Trainer
-    trainer = kind(model, arguments, train_dataset=rows, eval_dataset=rows[:8])
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:8])
     trainer.train()
     seen = trainer.state.num_input_tokens_seen, trainer.state.total_flos
     told = [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]

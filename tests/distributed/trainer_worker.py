@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 import autoshard
-from autoshard.hugging_face import Trainer
 
 WORDS, BATCH = 12, 4
 
@@ -28,11 +28,21 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+        self.config = SimpleNamespace(problem_type=None)  # asked for with label smoothing
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
 
     def forward(
-        self, input_ids: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None, **_: Any
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | None = None,
+        **_: Any,
     ) -> dict[str, torch.Tensor]:
         logits = self.head(torch.tanh(self.embedding(input_ids)))
+        if labels is None:
+            return {"logits": logits}
         total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
         return {"loss": total / count, "logits": logits}
@@ -137,22 +147,24 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "grouped": {"metrics": True, "steps": 5, "train_sampling_strategy": "group_by_length"},
     "rebalanced": {"metrics": True, "steps": 5, "train_sampling_strategy": "batch_rebalance", "lengths": True},
+    "smoothed": {"steps": 3, "label_smoothing_factor": 0.1},
+    "noisy": {"steps": 3, "neftune_noise_alpha": 5.0},
+    "first": {"steps": 3, "compiled": False},
     "workers": {"steps": 3, "kind": Noisy, "dataloader_num_workers": 1},
 }
 
 
 def outcome(name: str, folder: str, whole: bool) -> dict[str, Any]:
-    """A case with transformers' own Trainer and the whole model, or with autoshard's and the sharded model."""
+    """A case of transformers' own Trainer, with the whole model or the sharded one."""
     options = dict(CASES[name])
     metrics, steps, kind = options.pop("metrics", False), options.pop("steps", 0), options.pop("kind", list)
-    lengths = options.pop("lengths", False)
+    lengths, compiled = options.pop("lengths", False), options.pop("compiled", True)
     torch.manual_seed(0)
     model: Any = Model().double()
     if not whole:
-        example = padded(dataset(BATCH, 0))
-        model = autoshard.compile(
-            model, autoshard.Mesh({"tp": 2}, "ideal_network"), (), {**example, "num_items_in_batch": torch.tensor(9.0)}
-        )
+        example = {**padded(dataset(BATCH, 0)), "num_items_in_batch": torch.tensor(9.0)}
+        mesh = autoshard.Mesh({"tp": 2}, "ideal_network")
+        model = autoshard.compile(model, mesh, (), example if compiled else None)
     arguments = TrainingArguments(
         f"{folder}/{name}",
         max_steps=steps or 1,
@@ -171,7 +183,7 @@ def outcome(name: str, folder: str, whole: bool) -> dict[str, Any]:
     if lengths:
         for number, row in enumerate(train):
             row.update({k: v[: 6 - number % 4] for k, v in row.items()})
-    trainer = (transformers.Trainer if whole else Trainer)(
+    trainer = transformers.Trainer(
         model,
         arguments,
         train_dataset=kind(train),

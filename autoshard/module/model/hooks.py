@@ -26,6 +26,7 @@ from torch.utils.hooks import unserializable_hook
 from autoshard.errors import CaptureError, RuntimeMismatchError
 from autoshard.module.model.closures import copy_with_memo
 from autoshard.passes.capture.exported.pytrees import constant_key
+from autoshard.passes.capture.exported.snapshots import NO_ATTRIBUTE
 from autoshard.passes.ir.graph import Graph, Ref
 
 FORWARD_HOOKS = "_forward_pre_hooks", "_forward_hooks"
@@ -33,6 +34,10 @@ HOOK_KINDS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 HOOK_FLAGS = "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"
 HOOK_SNAPSHOT = "_given_hooks"
 """key in a submodule's dict: kind → (the user's hook dict, the hooks it had at adoption)"""
+SET_LATER = "_set_later"
+"""key in a submodule's dict: name → key of its value, for attributes set after compilation that a forward may read"""
+OWN_STATE = "_original", "_known", "_owner", HOOK_SNAPSHOT, SET_LATER
+"""keys in a submodule's dict that are ours"""
 _CONSTANT_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 
 
@@ -63,10 +68,16 @@ def adopt_hooks(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
                     own.setdefault(HOOK_SNAPSHOT, {})[kind] = theirs, frozenset(theirs)
 
 
-def forward_hooks_of(parts: Iterable[tuple[str, nn.Module]]) -> tuple[Hook, ...]:
-    """The forward hooks of these modules, and plain attributes that users set after compilation."""
+def forward_hooks_of(parts: Iterable[tuple[str, nn.Module]], own_hooks: bool = True) -> tuple[Hook, ...]:
+    """The forward hooks of these modules, and attributes that users set after compilation.
+
+    ``own_hooks``: whether hooks of the model itself, path "", count.
+    """
     found: list[Hook] = []
     for path, part in parts:
+        found += [Hook(path, n, value=key) for n, (key, _) in vars(part)[SET_LATER].items()]
+        if not (path or own_hooks):
+            continue
         _drop_removed_hooks(part)
         hooks = [Hook(path, kind + _hook_name(f), n) for kind in FORWARD_HOOKS for n, f in vars(part)[kind].items()]
         found += hooks
@@ -76,8 +87,16 @@ def forward_hooks_of(parts: Iterable[tuple[str, nn.Module]]) -> tuple[Hook, ...]
 
 def new_attributes(part: nn.Module) -> dict[str, Any]:
     """Plain attributes that the user's module lacked."""
-    known = {*vars(nn.Module()), "_original", "_known", HOOK_SNAPSHOT, *vars(part)["_known"]}
+    known = {*vars(nn.Module()), *OWN_STATE, *vars(part)[SET_LATER], *vars(part)["_known"]}
     return {n: x for n, x in vars(part).items() if n not in known and isinstance(x, _CONSTANT_TYPES)}
+
+
+def set_later(part: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute that programs follow: there is one per value of a constant, and per other assignment."""
+    keys: dict[str, tuple[Any, int]] = vars(part)[SET_LATER]
+    number = keys[name][1] + 1 if name in keys else 0
+    keys[name] = constant_key(value) if isinstance(value, _CONSTANT_TYPES) else (type(value), number), number
+    vars(part)[name] = value
 
 
 def _drop_removed_hooks(part: nn.Module) -> None:
@@ -88,20 +107,23 @@ def _drop_removed_hooks(part: nn.Module) -> None:
 
 @contextlib.contextmanager
 def hooks_during_trace(
-    model: nn.Module, parts: Mapping[str, nn.Module], tensors: Mapping[int, Tensor]
+    model: nn.Module, parts: Mapping[str, nn.Module], tensors: Mapping[int, Tensor], own_hooks: bool
 ) -> Iterator[None]:
-    """Inside, modules of ``model`` have their parts' hooks. ``tensors``: its own, by part id.
+    """Inside, modules of ``model`` have their parts' hooks and later attributes. ``tensors``: its own, by part id.
 
-    Modules without a part have none.
+    The model itself has no hooks unless ``own_hooks``.
     """
     modules = dict(model.named_modules())
     memo = {**{id(parts[path]): m for path, m in modules.items() if path in parts}, **tensors}
     before = {path: {kind: vars(m)[kind] for kind in (*HOOK_KINDS, *HOOK_FLAGS)} for path, m in modules.items()}
-    lent: list[tuple[nn.Module, str]] = []
+    lent: list[tuple[nn.Module, str, Any]] = []
     try:
         for path, module in modules.items():
-            own, part = module.__dict__, parts.get(path)
-            if part is None:
+            own, part = module.__dict__, parts[path]
+            for name in vars(part)[SET_LATER]:
+                lent.append((module, name, own.get(name, NO_ATTRIBUTE)))
+                own[name] = copy_with_memo(vars(part)[name], memo)
+            if not (path or own_hooks):
                 own.update({kind: OrderedDict() for kind in HOOK_KINDS})
                 continue
             if own[FORWARD_HOOKS[0]] is vars(part)[FORWARD_HOOKS[0]]:
@@ -120,14 +142,16 @@ def hooks_during_trace(
                 )
             own.update({kind: vars(part)[kind] for kind in HOOK_FLAGS})
             if own[FORWARD_HOOKS[0]] or own[FORWARD_HOOKS[1]]:
-                lent += [(module, name) for name in new_attributes(part)]
+                lent += [(module, name, NO_ATTRIBUTE) for name in new_attributes(part)]
                 own.update(new_attributes(part))
         yield
     finally:
         for path, module in modules.items():
             module.__dict__.update(before[path])
-        for module, name in lent:
+        for module, name, value in lent:
             module.__dict__.pop(name, None)
+            if value is not NO_ATTRIBUTE:
+                module.__dict__[name] = value
 
 
 def _refuse_observer(path: str, hook: Callable[..., Any], sees_output: bool) -> Callable[..., Any]:

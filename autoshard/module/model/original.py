@@ -18,10 +18,17 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 
-from autoshard.errors import CaptureError
+from autoshard.errors import CaptureError, SharedStateError
 from autoshard.initialise.deferred import recording_of
 from autoshard.module.model.closures import deepcopy_functions, deepcopy_without_tensors, ids_in_model
-from autoshard.module.model.hooks import FORWARD_HOOKS, Hook, adopt_hooks, forward_hooks_of, hooks_during_trace
+from autoshard.module.model.hooks import (
+    FORWARD_HOOKS,
+    SET_LATER,
+    Hook,
+    adopt_hooks,
+    forward_hooks_of,
+    hooks_during_trace,
+)
 from autoshard.module.model.parameters import carry_attributes, meta_parameter
 from autoshard.module.model.submodules import ShardedSubmodule, sharded_submodules
 from autoshard.passes.capture.exported.snapshots import (
@@ -62,7 +69,7 @@ class CallState:
     defaults: tuple[Any, ...]
     """default dtype and device, determinism, autograd modes that a forward may query"""
     hooks: tuple[Hook, ...] = ()
-    """forward hooks of submodules"""
+    """forward hooks of submodules, and attributes set after compilation"""
 
     def __hash__(self) -> int:
         return self.number
@@ -197,7 +204,7 @@ class OriginalModel:
         self._seen: TensorSnapshot | None = None
         """snapshot of the last call"""
         self._places: list[dict[Any, Any]] | None = None
-        """the forward-hook dicts of all parts"""
+        """the dicts of forward hooks and later attributes, of all parts"""
         self._states: deque[tuple[Any, CallState]] = deque(maxlen=4)
         """of the last calls, with their fields: comparing tuples needs no Python call"""
 
@@ -227,14 +234,10 @@ class OriginalModel:
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
-        """The forward hooks of every module."""
+        """The forward hooks of every module, and attributes set after compilation."""
         if self._places is None:
-            self._places = [vars(part)[kind] for part in self._hooked.values() for kind in FORWARD_HOOKS]
-        return forward_hooks_of(self._hooked.items()) if any(self._places) else ()
-
-    @property
-    def _hooked(self) -> dict[str, ShardedSubmodule]:
-        return {path: part for path, part in self.parts.items() if path or self.own_hooks}
+            self._places = [vars(part)[kind] for part in self.parts.values() for kind in (*FORWARD_HOOKS, SET_LATER)]
+        return forward_hooks_of(self.parts.items(), self.own_hooks) if any(self._places) else ()
 
     def by_original(self) -> dict[int, ShardedSubmodule]:
         """Parts by id of the user's module."""
@@ -386,12 +389,12 @@ class OriginalModel:
         self.taken_from = {name: weakref.ref(x) for name, x in (*tensors, *modules)}
 
     def check_unchanged(self, name: str, now: Tensor, shown: str) -> None:
-        """Raise :class:`CaptureError` if the user wrote to ``now`` after a submodule took it:
+        """Raise :class:`SharedStateError` if the user wrote to ``now`` after a submodule took it:
         else that submodule would compute with the old values."""
         if self.origins.get(name) != _identity_and_version(now) and _storage_address(
             self.tensor(name)
         ) != _storage_address(now):
-            raise CaptureError(
+            raise SharedStateError(
                 f"{shown!r} was changed after the first call of a submodule and before the first "
                 "call of the full model. Compile the model again, or change it in the sharded "
                 "module after the first call of the full model."
@@ -444,7 +447,8 @@ class OriginalModel:
         try:
             for path, module in modules.items():
                 module.training = self.parts[path].training
-            with hooks_during_trace(self.model, self._hooked, self._standing_for()), self.users_own(self.model):
+            lent = hooks_during_trace(self.model, self.parts, self._standing_for(), self.own_hooks)
+            with lent, self.users_own(self.model):
                 yield self.model
         finally:
             for path, training in before.items():

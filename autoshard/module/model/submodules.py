@@ -23,7 +23,7 @@ from autoshard.errors import AutoshardError, CaptureError
 from autoshard.module.dtensors.module_dtensor import shard_full
 from autoshard.module.dtensors.outputs import ShardedOutput
 from autoshard.module.logits import gather_logits
-from autoshard.module.model.hooks import share_hooks
+from autoshard.module.model.hooks import SET_LATER, set_later, share_hooks
 from autoshard.passes.capture.exported.pytrees import constant_key
 from autoshard.passes.capture.exported.snapshots import items_or_attributes
 from autoshard.torch_private.capture import skip_package
@@ -60,7 +60,7 @@ class FixedChildren(dict[str, "nn.Module | None"]):
 
 
 class FixedModule(nn.Module):
-    """A module with plain attributes as program constants; tensors and modes may change."""
+    """A module whose modules are fixed; tensors, modes and plain attributes may change."""
 
     _original: type[nn.Module]
     _known: frozenset[str]
@@ -76,10 +76,13 @@ class FixedModule(nn.Module):
                 _refuse_change(f"{name!r} of a {self._original.__name__} is {'removed' if value is None else 'added'}")
             if tensors is own["_buffers"] and isinstance(tensors[name], DTensor):
                 value = shard_like(value, tensors[name])
-        elif not isinstance(value, nn.Module) and (name in self._known or hasattr(self._original, name)):
+        elif not isinstance(value, nn.Module) and (name in self._known or _mentions(self._original, name)):
             if is_unchanged_value(getattr(self, name, ...), value):
                 return
-            _refuse_change(f"attribute {name!r} of a {self._original.__name__} is set")
+            if not inspect.isdatadescriptor(of_class := inspect.getattr_static(self._original, name, None)):
+                if callable(of_class) or not _is_followed(value):
+                    _refuse_change(f"attribute {name!r} of a {self._original.__name__} is set")
+                set_later(own["_original_model"].root if "_original_model" in own else self, name, value)
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -179,14 +182,16 @@ def _refuse_backward_hook(register: Callable[..., Any]) -> Any:
 
 
 class ShardedSubmodule(FixedModule):
-    """A submodule of the model, of its class, with modes and tensors; only the full model runs."""
+    """A submodule of the model, of its class, with modes and tensors; programs of its own run it alone."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: programs compute the full model."""
-        raise CaptureError(
-            f"a {self._original.__name__} inside a sharded module cannot be called alone: programs "
-            "run the full model. Call the sharded module, or compile this module by itself."
-        )
+        """The submodule's forward on the mesh, compiled for this call. Hooks on it run eagerly."""
+        owner = self.__dict__["_owner"]()
+        if owner is None:
+            raise CaptureError(
+                f"a {self._original.__name__} is called, but the sharded module that it is a part of is gone. Keep it"
+            )
+        return owner.call_submodule(self, args, kwargs)
 
     register_backward_hook = _refuse_backward_hook(nn.Module.register_backward_hook)
     register_full_backward_pre_hook = _refuse_backward_hook(nn.Module.register_full_backward_pre_hook)
@@ -234,13 +239,12 @@ def sharded_submodules(model: nn.Module) -> dict[str, ShardedSubmodule]:
 def _empty_submodule(module: nn.Module, classes: dict[type, type[ShardedSubmodule]]) -> ShardedSubmodule:
     kind = type(module)
     if kind not in classes:
-        classes[kind] = derive_class(ShardedSubmodule, kind)
+        classes[kind] = derive_class(ShardedSubmodule, kind, {"forward": _forward_like(ShardedSubmodule, kind)})
     part = object.__new__(classes[kind])
     empty = nn.Module()
     empty.training = module.training
-    part.__dict__.update(
-        {**kept_attributes(module), **vars(empty), "_original": kind, "_known": frozenset(vars(module)) - _INTERNAL}
-    )
+    own = {"_original": kind, "_known": frozenset(vars(module)) - _INTERNAL, SET_LATER: {}}
+    part.__dict__.update({**kept_attributes(module), **vars(empty), **own})
     part.__dict__["_parameters"].update({n: None for n, p in module._parameters.items() if p is None})
     part.__dict__["_buffers"].update({n: None for n, b in module._buffers.items() if b is None})
     share_hooks(part, module)
@@ -294,6 +298,33 @@ def _is_kept_attribute(value: Any) -> bool:
     return _is_plain_constant(value) or not (isinstance(value, _WEIGHT_HOLDERS) or callable(value))
 
 
+def _is_followed(value: Any) -> bool:
+    """Whether programs follow an attribute that is set to ``value``: it holds no tensors or modules."""
+    if isinstance(value, dict | list | tuple | set):
+        held: Any = items_or_attributes(value)
+        return all(map(_is_followed, held.values() if isinstance(held, dict) else held))
+    return not isinstance(value, torch.Tensor | nn.Module | RemovableHandle)
+
+
+@functools.cache
+def _names_in_code(kind: type) -> frozenset[str]:
+    """Names and strings in the methods of ``kind`` and its bases, up to :class:`torch.nn.Module`."""
+    found: set[str] = set()
+    own = [x for c in kind.__mro__[: kind.__mro__.index(nn.Module)] for x in vars(c).values()]
+    own += [f for x in own for f in (getattr(x, "fget", None), getattr(x, "__func__", None))]
+    functions = [f for x in own if inspect.isfunction(x) for f in (x, inspect.unwrap(x))]
+    level = [f.__code__ for f in functions]
+    while level:
+        found.update(name for code in level for name in (*code.co_names, *code.co_consts) if isinstance(name, str))
+        level = [x for code in level for x in code.co_consts if inspect.iscode(x)]
+    return frozenset(found)
+
+
+def _mentions(kind: type, name: str) -> bool:
+    """Whether a class has this attribute, or its methods may read it."""
+    return hasattr(kind, name) or name in _names_in_code(kind)
+
+
 def _is_plain_constant(value: Any) -> bool:
     return isinstance(value, _PLAIN_TYPES) or (
         isinstance(value, tuple) and all(map(_is_plain_constant, tuple.__iter__(value)))
@@ -309,13 +340,7 @@ def sharded_class(base: type[Any], kind: type[nn.Module], root: type[Any]) -> ty
     if any(hasattr(kind, name) for c in ours for name in vars(c).get("__annotations__", ())):
         return base  # attributes of ours have another meaning there
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return base.forward(self, *args, **kwargs)
-
-    forward.__doc__ = kind.forward.__doc__
-    with contextlib.suppress(TypeError, ValueError):
-        forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
-    names: dict[str, Any] = {"forward": forward}
+    names: dict[str, Any] = {"forward": _forward_like(base, kind)}
     if isinstance(getattr(kind, "device", None), property):  # reads parameters, absent at first
         names["device"] = property(lambda self: self._original_model.tensors()[0].device)
     if isinstance(getattr(kind, "dtype", None), property):
@@ -323,6 +348,18 @@ def sharded_class(base: type[Any], kind: type[nn.Module], root: type[Any]) -> ty
             lambda self: next(t.dtype for t in self._original_model.tensors() if t.is_floating_point())
         )
     return derive_class(base, kind, names | _generation_methods(kind) | _save_pretrained_methods(kind))
+
+
+def _forward_like(base: type[Any], kind: type[nn.Module]) -> Any:
+    """The forward of ``base`` with the signature of that of ``kind``."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return base.forward(self, *args, **kwargs)
+
+    forward.__doc__ = kind.forward.__doc__
+    with contextlib.suppress(TypeError, ValueError):
+        forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    return forward
 
 
 def _save_pretrained_methods(kind: Any) -> dict[str, Any]:
@@ -351,14 +388,9 @@ def _save_pretrained_methods(kind: Any) -> dict[str, Any]:
 
 
 def _generation_methods(kind: Any) -> dict[str, Any]:
-    """Methods that generation of transformers needs: ``get_encoder`` and ``generate``."""
+    """``generate`` of transformers, which samples alike on all ranks."""
     if not callable(getattr(kind, "get_encoder", None)) or not callable(getattr(kind, "generate", None)):
         return {}
-
-    def get_encoder(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._renew()
-        found = kind.get_encoder(self, *args, **kwargs)
-        return found if found is self else self.callable_submodule(found)
 
     @functools.wraps(kind.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -373,7 +405,7 @@ def _generation_methods(kind: Any) -> dict[str, Any]:
         finally:
             object.__setattr__(self, "_generating", False)
 
-    return {"get_encoder": get_encoder, "generate": generate}
+    return {"generate": generate}
 
 
 @functools.cache

@@ -16,8 +16,8 @@ from torch import nn
 
 from autoshard.errors import AutoshardError, BudgetError, LayoutError, PlanError, RuleError
 from autoshard.layout import Layout
-from autoshard.module.model.closures import deepcopy_functions, ids_in_model
-from autoshard.module.model.hooks import HOOK_FLAGS, HOOK_KINDS
+from autoshard.module.model.closures import copy_with_memo, deepcopy_functions, ids_in_model
+from autoshard.module.model.hooks import HOOK_FLAGS, HOOK_KINDS, SET_LATER
 from autoshard.module.model.submodules import kept_attributes
 from autoshard.module.parts.plans import FlopCount
 from autoshard.module.parts.tensors import PlainTensors
@@ -59,7 +59,7 @@ class Between:
         self.own: dict[str, str] = {}
         """path → module that ran eagerly in the last call"""
         self.programs: dict[Any, list[Any]] = {}
-        """programs by graph: modules of equal structure share one"""
+        """programs by text of the graph: modules of equal structure share one"""
         self.times: Counter[str] = Counter()
         """path → calls of its part in the last call"""
         self.flops: float | None = None
@@ -68,6 +68,8 @@ class Between:
         self.called = False
         """whether a call has ended: an optimizer may hold the parameters"""
         self.plain = PlainTensors(sharded)
+        self._taken: dict[tuple[str, str], Any] = {}
+        """(path, name) → key of an attribute set after compilation that plain code has"""
         self._seen: dict[str, int] = {}
         """path → number of laid-out tensors that its part knows"""
         self.renew()
@@ -77,6 +79,7 @@ class Between:
         of = self.sharded._original_model
         with deepcopy_functions(ids_in_model(of.model)):
             self.model = copy.deepcopy(of.model)
+        self._taken.clear()
         self.modules = dict(self.model.named_modules())
         for path, module in self.modules.items():
             own, part = module.__dict__, of.parts[path].__dict__
@@ -89,18 +92,19 @@ class Between:
 
     # --- calls ---
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's outputs."""
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = "") -> Any:
+        """The outputs of the model, or of its module at ``path``."""
         parts = self.sharded._original_model.parts
-        for path, module in self.modules.items():
-            module.training = parts[path].training
-            self._take_hooks(module.__dict__, parts[path].__dict__)
+        for name, module in self.modules.items():
+            module.training = parts[name].training
+            self._take_hooks(module.__dict__, parts[name].__dict__)
+            self._take_attributes(name, module.__dict__)
         self.used, self.own, self.times = {}, {}, Counter()
         before = dict(self.refused)
         self.plain.renew()
         try:
             with self.sharded.same_draws(), self.sharded._original_model.users_own(self.model), self._counted():
-                outputs = self.model(*args, **kwargs)
+                outputs = self.model(*args, **kwargs) if not path else self.modules[path].forward(*args, **kwargs)
             self.called = True
             return outputs
         except Exception:
@@ -108,8 +112,8 @@ class Between:
             raise
         finally:
             self.plain.settle()
-            for path, module in self.modules.items():
-                parts[path].training = module.training
+            for name, module in self.modules.items():
+                parts[name].training = module.training
             self._show()
 
     def _show(self) -> None:
@@ -157,6 +161,15 @@ class Between:
                 had = dict(own[kind])
                 own[kind] = type(own[kind])((n, had.get(n, hook)) for n, hook in part[kind].items())
         own.update({kind: part[kind] for kind in HOOK_FLAGS})
+
+    def _take_attributes(self, path: str, own: dict[str, Any]) -> None:
+        """Take over attributes that were set on the sharded module since the last call."""
+        part = vars(self.sharded._original_model.parts[path])
+        for name, key in part[SET_LATER].items():
+            if self._taken.get((path, name)) != key:
+                self._taken[path, name] = key
+                parts = self.sharded._original_model.parts
+                own[name] = copy_with_memo(part[name], {id(parts[p]): m for p, m in self.modules.items()})
 
     def _call(self, path: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of the module at ``path``: of its program, or of its own forward ``plain``."""
@@ -207,7 +220,6 @@ class Between:
         if path not in sharded._inner_modules:
             sharded.callable_submodule(sharded._original_model.parts[path])
             part = sharded._inner_modules[path]
-            part._original_model.own_hooks = False
             hints = hints_within(sharded._settings.opts.hints, path, sharded._original_model)
             opts = replace(part._settings.opts, hints=hints)
             settings = replace(part._settings, gather_outputs=True, inputs="global", opts=opts)

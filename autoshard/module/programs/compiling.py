@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from autoshard.initialise.deferred import materialise, recomputed_buffers, recor
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.module.inputs import InputLayouts, InputScope, local_layouts, report_global_inputs
+from autoshard.module.model.hooks import SET_LATER
 from autoshard.module.model.original import (
     CallState,
     OriginalModel,
@@ -122,6 +124,8 @@ class CompilingModule(FixedModule):
     _call_lock: CallLock
     _executables: dict[Any, Executable]
     _latest: Executable | None
+    _programs: list[tuple[Any, Compiled]]
+    """guards and program of each graph"""
     _program_mesh: Mesh
     """the mesh that programs run on: ``mesh`` without the pipeline axis"""
     _parameter_layouts: dict[str, Layout] | None
@@ -162,6 +166,7 @@ class CompilingModule(FixedModule):
         set_(self, "_call_lock", CallLock())
         set_(self, "_executables", {})
         set_(self, "_latest", None)
+        set_(self, "_programs", [])
         set_(self, "_parameter_layouts", None)
         set_(self, "_inner_modules", {})
         set_(self, "_stage_homes", None)
@@ -178,13 +183,18 @@ class CompilingModule(FixedModule):
         tensors = "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
         for name in (*tensors, "_original", "_known", "training"):
             self.__dict__[name] = self._original_model.root.__dict__[name]
+        for part in self._original_model.parts.values():
+            vars(part).setdefault("_owner", weakref.ref(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy with its own tensors; programs are shared."""
         memo |= {id(x): x for x in self._shared()}
         memo[id(self._executables)] = dict(self._executables)
         memo |= {id(self._inner_modules): {}, id(self._last): None}
-        return super().__deepcopy__(memo)
+        made = super().__deepcopy__(memo)
+        for part in made._original_model.parts.values():
+            vars(part)["_owner"] = weakref.ref(made)
+        return made
 
     def _alone(self) -> None:
         """Forget loaded programs: this becomes a submodule called alone."""
@@ -196,6 +206,7 @@ class CompilingModule(FixedModule):
             self._program_mesh,
             self._settings,
             self._latest,
+            self._programs,
             self._between,
             self._layout_of if self._original_model.adopted else None,
         ]
@@ -387,17 +398,22 @@ class CompilingModule(FixedModule):
         return note_inference_layouts(self._executables, found)
 
     def _shared_program(self, graph: Graph, known: KnownLayouts, make: Callable[[], Compiled]) -> Compiled:
-        """``make()``; in parts of equal graphs, the program that another part has."""
-        if self._part_of is None or graph.outside or graph.attached:
+        """``make()``; in parts of equal graphs, and after attributes were set that it does not read, the program there is."""
+        if graph.outside or graph.attached:
             return make()
+        of_part, programs = self._part_of is not None, self._programs
+        if of_part:
+            programs = self._part_of[0].programs.setdefault(str(graph), [])
         gradients = tuple(t.grad for t in graph.types.values())  # not in the text
-        programs: list[Compiled] = self._part_of[0].programs.setdefault((str(graph), gradients, repr(known)), [])
-        for found in programs:
+        key = gradients, repr(known if of_part else known.inputs)
+        later = any(vars(part)[SET_LATER] for part in self._original_model.parts.values())
+        for of, found in programs if of_part or later else ():
             own, others = graph.constants, found.graph.constants
-            if own.keys() == others.keys() and all(torch.equal(own[n], others[n]) for n in own):
+            equal = of == key and (of_part or str(graph) == str(found.graph)) and own.keys() == others.keys()
+            if equal and all(torch.equal(own[n], others[n]) for n in own):
                 return replace(found, graph=graph)
-        programs.append(make())
-        return programs[-1]
+        programs.append((key, make()))
+        return programs[-1][1]
 
     def _whole_buffer(self, name: str) -> Tensor:
         """The full buffer of this original name. Collective if it is sharded."""

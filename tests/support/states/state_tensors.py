@@ -157,7 +157,7 @@ def weights_tied_in_other_layouts(mesh: autoshard.Mesh) -> None:
 
 @case
 def what_is_built_otherwise_is_refused(mesh: autoshard.Mesh) -> None:
-    """Modules and attributes are those of the compiled model: every change is refused where it is made."""
+    """Modules and methods are those of the compiled model: every change is refused where it is made."""
     _, sharded = pair(mesh, lambda: Net(p=0.1), ids())
     before = sharded(ids())[0]
     with refused("module 'head' is put into the sharded module"):
@@ -168,17 +168,14 @@ def what_is_built_otherwise_is_refused(mesh: autoshard.Mesh) -> None:
         sharded.layers.append(Block(8, 0.0))
     with refused("is taken out of the sharded module"):
         del sharded.layers[1]
-    with refused("attribute 'p' of a Dropout is set"):
-        sharded.layers[0].drop.p = 0.5
+    with refused("attribute 'inplace' of a Dropout is set"):
+        sharded.layers[0].drop.inplace = torch.ones(())
     with refused("attribute 'forward' of a Linear is set"):
         sharded.head.forward = lambda x: x
     with refused("'bias' of a Linear is removed"):
         sharded.head.bias = None
     with refused("'weight' of a Linear is deleted"):
         nn.utils.parametrize.register_parametrization(sharded.layers[0].up, "weight", nn.Identity())
-    with refused("a LayerNorm inside a sharded module cannot be called alone"):
-        sharded.layers[0].norm(torch.ones(8))
-    assert sharded.layers[0].drop.p == 0.1
     torch.manual_seed(0)
     assert sharded(ids())[0].dtype == before.dtype
     del sharded.layers[0].down._parameters["bias"]  # behind its back
@@ -192,6 +189,77 @@ def what_is_built_otherwise_is_refused(mesh: autoshard.Mesh) -> None:
         with refused("is removed from a Linear, but its programs compute what"):
             remove(sharded[0])
         assert all(torch.equal(full(p), before[n]) for n, p in sharded.named_parameters())
+
+
+class Scaled(nn.Module):
+    """Its forward reads a number, a function and what users may set; not a list of names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.scale, self.act, self.tags = nn.Linear(8, 8), 1.0, torch.tanh, ["a"]
+
+    def add(self, tag: str) -> None:
+        self.tags = [*self.tags, tag]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        y = self.act(self.lin(x)) * self.scale
+        return ((y * getattr(self, "factor", 1.0)).square().mean(),)
+
+
+@case
+def attributes_that_are_set_later(mesh: autoshard.Mesh) -> None:
+    """Programs follow them, those of modules inside, too; what the forward does not read costs no plan."""
+    model, sharded = pair(mesh, lambda: nn.Sequential(Scaled()), rows())
+    steps(model, sharded, rows())
+    both(model, sharded, lambda m: m[0].add("b"))
+    assert sharded[0].tags == ["a", "b"]
+    steps(model, sharded, rows())
+    assert len({id(program.compiled.program) for program in sharded.programs}) == 1
+    losses = []
+    for name, value in (("scale", 2.0), ("act", torch.sigmoid), ("factor", 3.0), ("scale", 1.0)):
+        both(model, sharded, lambda m, name=name, value=value: setattr(m[0], name, value))
+        steps(model, sharded, rows())
+        losses.append(float(full(sharded(rows())[0]).detach()))
+    assert len(set(losses)) == len(losses)  # each was read
+    model, sharded = pair(mesh, lambda: Net(p=0.1), ids())
+    both(model, sharded, lambda m: setattr(m.layers[0].drop, "p", 0.7))
+    steps(model, sharded, ids())
+
+
+@case
+def modules_called_alone(mesh: autoshard.Mesh) -> None:
+    """On the tensors of the full model: outputs, gradients and steps are eager's, hooks are called, copies have their own."""
+    seen: list[str] = []
+    for before in (False, True):
+        model, sharded = pair(mesh, lambda: Net(p=0.1), *(() if before else (ids(),)))
+        if before:
+            close(sharded.emb(ids()), model.emb(ids()))
+            both(model, sharded, lambda m: (torch.manual_seed(2), m(ids())))
+        steps(model, sharded, ids())
+        seen.clear()
+        both(model, sharded, lambda m: m.layers[0].register_forward_hook(lambda *_: seen.append("hook")))
+        outputs = []
+        for module in (model, sharded):
+            module.zero_grad()
+            torch.manual_seed(1)
+            outputs.append(module.head(module.layers[0](module.emb(ids()))))
+            full(outputs[-1]).square().mean().backward()
+        close(outputs[1], outputs[0])
+        same_gradients(sharded, model)
+        assert seen == ["hook"] * 2
+        copied = copy.deepcopy(sharded)
+        kept = model.emb(ids()).detach()
+        both(model, sharded, lambda m: torch.optim.SGD(m.parameters(), 0.1).step())
+        close(sharded.emb(ids()), model.emb(ids()))
+        close(copied.emb(ids()), kept)
+        assert not torch.equal(full(sharded.emb(ids())), kept)
+    sharded = autoshard.compile(Net().double(), mesh, hints={"emb.weight": "replicate"})
+    with refused("'emb' is called alone, but what was asked of the full model"):
+        sharded.emb(ids())
+    sharded = autoshard.compile(Net().double(), mesh)
+    sharded.emb(ids())
+    with refused("'head' and 'emb' share tensors"):
+        sharded.head(rows())
 
 
 def _weight_norm(m: nn.Module) -> nn.Module:
