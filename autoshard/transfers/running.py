@@ -186,7 +186,9 @@ class _Job:
     def end(self, began: float) -> TransferReport:
         self.switch()
         used = {link.source for link in self.links}
-        unused = tuple(n for n in self.schedule.source if n not in used and STATE_SEPARATOR not in n)
+        have = self.schedule.source
+        taken = {id(have[n]) for n in used if n in have}  # tied tensors are sent once
+        unused = tuple(n for n, x in have.items() if id(x) not in taken and n not in used and STATE_SEPARATOR not in n)
         targets = len({link.target for link in self.links})
         return TransferReport(self.schedule, targets, unused, self.rounds, time.perf_counter() - began)
 

@@ -12,7 +12,7 @@ import pytest
 import world
 from accelerate_worker import CASES, outcome
 
-FAST = {"shared", "local"}
+FAST = {"shared"}
 
 
 @pytest.fixture(scope="session")

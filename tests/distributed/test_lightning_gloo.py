@@ -15,7 +15,7 @@ pytest.importorskip("lightning")
 
 from lightning_worker import CASES, outcome
 
-FAST = {"shared", "fabric"}
+FAST = {"shared"}
 
 
 @pytest.fixture(scope="session")

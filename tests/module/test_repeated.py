@@ -118,6 +118,7 @@ def test_what_takes_every_call_for_the_last_is_found_out(monkeypatch: pytest.Mon
     assert (expected[-1] - found[-1]).abs().max() > 0.1
 
 
+@pytest.mark.one_graph
 def test_what_is_refused_is_refused_after_repeated_calls() -> None:
     _, sharded = _pair()
     x = torch.randn(8, 4)

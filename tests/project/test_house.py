@@ -67,18 +67,18 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 78793,
-    "tokens": 671404,
-    "lines over 100 columns": 4746,
-    "files": 357,
-    "files under 60 lines": 10,
-    "names at module level in 3 or more files": 7,
-    "numeric constants at module level": 107,
+    "lines": 80025,
+    "tokens": 678895,
+    "lines over 100 columns": 4829,
+    "files": 362,
+    "files under 60 lines": 9,
+    "names at module level in 3 or more files": 8,
+    "numeric constants at module level": 94,
     "private names of torch, however imported": 110,
-    "private paths of torch": 41,
+    "private paths of torch": 37,
     "files that name a private path of torch": 9,
     "functions with more than 10 parameters": 2,
-    "parameters of the longest list": 24,
+    "parameters of the longest list": 25,
 }
 """of the library. Lower a limit with the change that makes room; raise one only by a commit that says why"""
 

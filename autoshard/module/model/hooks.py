@@ -36,7 +36,7 @@ HOOK_SNAPSHOT = "_given_hooks"
 """key in a submodule's dict: kind → (the user's hook dict, the hooks it had at adoption)"""
 SET_LATER = "_set_later"
 """key in a submodule's dict: name → key of its value, for attributes set after compilation that a forward may read"""
-OWN_STATE = "_original", "_known", "_owner", HOOK_SNAPSHOT, SET_LATER
+OWN_STATE = "_original", "_known", "_held", "_owner", HOOK_SNAPSHOT, SET_LATER
 """keys in a submodule's dict that are ours"""
 _CONSTANT_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 

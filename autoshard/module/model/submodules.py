@@ -79,7 +79,10 @@ class FixedModule(nn.Module):
         elif not isinstance(value, nn.Module) and (name in self._known or _mentions(self._original, name)):
             if is_unchanged_value(getattr(self, name, ...), value):
                 return
-            if not inspect.isdatadescriptor(of_class := inspect.getattr_static(self._original, name, None)):
+            removed = name in own.get("_held", ()) and isinstance(value, Tensor)  # a parameter, as pruning does
+            if not removed and not inspect.isdatadescriptor(
+                of_class := inspect.getattr_static(self._original, name, None)
+            ):
                 if callable(of_class) or not _is_followed(value):
                     _refuse_change(f"attribute {name!r} of a {self._original.__name__} is set")
                 set_later(own["_original_model"].root if "_original_model" in own else self, name, value)
@@ -243,7 +246,8 @@ def _empty_submodule(module: nn.Module, classes: dict[type, type[ShardedSubmodul
     part = object.__new__(classes[kind])
     empty = nn.Module()
     empty.training = module.training
-    own = {"_original": kind, "_known": frozenset(vars(module)) - _INTERNAL, SET_LATER: {}}
+    held = frozenset({**module._parameters, **module._buffers})
+    own = {"_original": kind, "_known": frozenset(vars(module)) - _INTERNAL, "_held": held, SET_LATER: {}}
     part.__dict__.update({**kept_attributes(module), **vars(empty), **own})
     part.__dict__["_parameters"].update({n: None for n, p in module._parameters.items() if p is None})
     part.__dict__["_buffers"].update({n: None for n, b in module._buffers.items() if b is None})

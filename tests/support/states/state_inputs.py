@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 import torch
-from state_harness import Of, case, close, full, once, pair, refused, rows, same_gradients
+from state_harness import Of, case, close, full, once, one_graph, pair, refused, rows, same_gradients
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -36,6 +36,7 @@ def integers_of_every_width(mesh: autoshard.Mesh) -> None:
 
 
 @case
+@one_graph
 def inputs_that_are_not_dense(mesh: autoshard.Mesh) -> None:
     """Refused in the first call as in a later one."""
     model, sharded = pair(mesh, lambda: Of(lambda lin, x: lin(x)), rows())
