@@ -67,9 +67,9 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 80025,
-    "tokens": 678895,
-    "lines over 100 columns": 4829,
+    "lines": 80031,
+    "tokens": 678976,
+    "lines over 100 columns": 4830,
     "files": 362,
     "files under 60 lines": 9,
     "names at module level in 3 or more files": 8,
