@@ -58,7 +58,9 @@ def clip_grad_norm_(
     if not sharded.is_staged and (not gradients or not isinstance(gradients[0], DTensor)):
         norm, held = torch.nn.utils.get_total_norm([_gradient_values(g) for g in gradients], norm_type), gradients
     else:
-        like, group = next(sharded.all_stages_parameters()), _group_of_model(sharded.device_mesh)
+        # a stage's mesh may equal that of another module, on these ranks alone
+        like = next(sharded.all_stages_parameters())
+        group = None if sharded.is_staged else _group_of_model(sharded.device_mesh)
         norm = _total_norm(sharded.unduplicated_gradients(), float(norm_type), like, group)
         held = [g.to_local() for g in gradients]
     if error_if_nonfinite and not norm.isfinite():

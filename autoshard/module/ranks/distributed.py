@@ -263,7 +263,7 @@ class DistributedModule(RankLocalModule):
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """See :meth:`ShardedModule.save`. Raises :class:`PlanError` on a ``DeviceMesh`` of some ranks."""
-        if self.device_mesh in PART_MESHES:
+        if not self.is_staged and self.device_mesh in PART_MESHES:
             raise PlanError(
                 f"save() needs a module of all {dist.get_world_size()} ranks, but the mesh ({self.mesh}) has "
                 f"{self.mesh.size}. Save full_state_dict() and plan.to_json()"
