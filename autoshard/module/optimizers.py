@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,6 @@ from autoshard.errors import AutoshardError, RuntimeMismatchError
 from autoshard.module.dtensors.dispatch import first_rank_generator
 from autoshard.module.dtensors.module_dtensor import (
     PART_MESHES,
-    STAGE_MESHES,
     ModuleDTensor,
     is_view_op,
     local_shard,
@@ -124,8 +123,9 @@ def _agree_on_nonfinite(unscale: Callable[..., NonFiniteByDevice]) -> Callable[.
         ours = (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ModuleDTensor))
         if (first := next(ours, None)) is not None:
             by_device = by_device or {found.device: found}
+            group = None if is_of_stage(first) else _group_of_model(first.device_mesh)
             for x in by_device.values():
-                dist.all_reduce(x, dist.ReduceOp.MAX, group=_group_of_model(first.device_mesh))
+                dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
         return by_device
 
     return together
@@ -149,6 +149,15 @@ def patch_load_state_dict() -> None:
     of._process_value_according_to_param_policy = staticmethod(process)
 
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def trained_module(optimizer: torch.optim.Optimizer, modules: Iterable[ModuleT]) -> ModuleT | None:
+    """The first of ``modules`` with a parameter of the optimizer."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return next((m for m in modules if any(id(p) in held for p in m.parameters())), None)
+
+
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
@@ -161,7 +170,7 @@ def whole(optimizer: OptimizerT) -> OptimizerT:
     in one process. Raises :class:`AutoshardError` for parameters of pipeline stages. Collective.
     """
     of = [p for group in optimizer.param_groups for p in group["params"] if _is_sharded(p)]
-    if any(p.device_mesh in STAGE_MESHES for p in of):
+    if any(map(is_of_stage, of)):
         raise AutoshardError(
             "pipeline stages cannot be stepped on full tensors: a rank has parameters of its own stages only"
         )
@@ -228,6 +237,11 @@ def _whole_tensor(x: Any) -> Any:
         raise RuntimeMismatchError(_NOT_SUMMED)
     with torch.no_grad():
         return x.full_tensor().detach().clone()
+
+
+def is_of_stage(p: Tensor) -> bool:
+    """Whether ``p`` is a trained parameter of a pipeline stage. Its mesh may equal that of a module on these ranks alone."""
+    return mark_stage_gradient in (p._post_accumulate_grad_hooks or {}).values()
 
 
 def mark_stage_gradient(p: Tensor) -> None:

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from stage_caches import caches_stay
 from state_generate import same_tokens
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from training_worker import FOLDER, main
 from transformers_models import build
@@ -270,6 +271,29 @@ def what_users_do_with_their_own() -> None:
     assert torch.equal(drawn, torch.rand(3))
 
 
+def beside_a_module_on_these_ranks() -> None:
+    """Norms and overflows are those of all stages, though a module on the ranks of one stage has an equal mesh."""
+    model, args = made("gpt")
+    size = dist.get_world_size()
+    sharded = autoshard.compile(copy.deepcopy(model), ideal({"pp": 2, "tp": size // 2}), args, stages="pp")
+    every = DeviceMesh("cpu", torch.arange(size).view(2, size // 2), mesh_dim_names=("replica", "tp"))
+    autoshard.compile(nn.Linear(4, 4), every["tp"], (torch.randn(2, 4),))
+    assert every["tp"] == sharded.device_mesh
+    for m in (model, sharded):
+        torch.manual_seed(0)
+        loss_of(m(*args)).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert far(autoshard.clip_grad_norm_(sharded, 1e9), expected) <= TOLERANCE
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(sharded.parameters(), 0.1)
+    scaler.scale(torch.ones(()))
+    first = next(p for p in sharded.parameters() if p.grad is not None)
+    if dist.get_rank() == 0:
+        first.grad.to_local().fill_(torch.inf)
+    before = sharded.full_state_dict()
+    scaler.step(optimizer)
+    assert all(torch.equal(x, before[n]) for n, x in sharded.full_state_dict().items()), "a stage took the step"
+
+
 def tied_in_some_stages() -> None:
     """Each of the tied parameters lies in other stages, whose ranks add up its gradients without the rest."""
     mesh = autoshard.Mesh({"pp": dist.get_world_size()}, hardware="ideal_network")
@@ -390,6 +414,7 @@ class Mean(nn.Module):
 if __name__ == "__main__":
     cases = {name: lambda case=case: case(ideal(MESHES[dist.get_world_size()])) for name, case in CASES.items()}
     cases |= {
+        "beside_a_module_on_these_ranks": beside_a_module_on_these_ranks,
         "resumed_elsewhere": resumed_elsewhere,
         "one_fails": one_fails,
         "local_inputs": local_inputs,

@@ -12,8 +12,15 @@ import world
 from pipeline_cases import CASES
 from state_sweep import IN_PROCESSES
 
-FAST = {"gpt_1f1b", "called_in_a_checkpoint", "one_verdict", "what_users_do_with_their_own"}
+FAST = {
+    "beside_a_module_on_these_ranks",
+    "gpt_1f1b",
+    "called_in_a_checkpoint",
+    "one_verdict",
+    "what_users_do_with_their_own",
+}
 OWN = (
+    "beside_a_module_on_these_ranks",
     "resumed_elsewhere",
     "one_fails",
     "local_inputs",

@@ -20,7 +20,7 @@ from autoshard.mesh import Mesh
 from autoshard.module.dtensors.module_dtensor import local_shard
 from autoshard.module.microbatches import micro_batch_slice, step_outputs, whole_batch_values, without_checkpoint_hooks
 from autoshard.module.model.submodules import state_dict_entries
-from autoshard.module.optimizers import mark_stage_gradient
+from autoshard.module.optimizers import is_of_stage, mark_stage_gradient
 from autoshard.module.programs.call_checks import collective_method
 from autoshard.module.programs.compiling import CompileSettings
 from autoshard.module.programs.executable import Executable
@@ -169,11 +169,7 @@ class PipelinedModule(StageOutputsModule):
     def _mark(self) -> None:
         """Mark gradients as those of a stage, if there are other stages."""
         for p in self.parameters() if self._along.ranks > 1 else ():
-            if (
-                p.requires_grad
-                and p.is_leaf
-                and mark_stage_gradient not in (p._post_accumulate_grad_hooks or {}).values()
-            ):
+            if p.requires_grad and p.is_leaf and not is_of_stage(p):
                 p.register_post_accumulate_grad_hook(mark_stage_gradient)
 
     def _holds(self, name: str) -> bool:
