@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from autoshard.errors import AutoshardError
 from autoshard.module.checkpoints import full_optimizer_state_dict, load_full_optimizer_state_dict
 from autoshard.module.inputs import batch_part, batch_rows
-from autoshard.module.optimizers import clip_grad_norm_
+from autoshard.module.optimizers import clip_grad_norm_, trained_module
 from autoshard.module.ranks.distributed import DistributedModule
 from autoshard.transfers.running import load_safetensors
 
@@ -46,12 +46,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @property
     def num_processes(self) -> int:
         """Number of parts of the batch: 1 if ranks share it; the number of processes before ``prepare``."""
-        return super().num_processes if self._sharded is None else _batch_part(self._sharded)[1]
+        return super().num_processes if self._sharded is None else batch_part(self._sharded)[1]
 
     @property
     def process_index(self) -> int:
         """Number of this rank's part of the batch; the rank before ``prepare``."""
-        return super().process_index if self._sharded is None else _batch_part(self._sharded)[0]
+        return super().process_index if self._sharded is None else batch_part(self._sharded)[0]
 
     # --- prepare ---
 
@@ -73,12 +73,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.parallelism_config is not None and self.parallelism_config.total_size > 1:
             raise AutoshardError("the mesh of a sharded module divides its ranks. Leave parallelism_config out")
         others = [m for m in self._models if isinstance(m, DistributedModule)]
-        if (others and _batch_part(others[0]) != _batch_part(module)) or (not others and self._dataloaders):
+        if (others and batch_part(others[0]) != batch_part(module)) or (not others and self._dataloaders):
             before = "another module" if others else "a data loader"
             raise AutoshardError(
                 f"{before} was prepared, which takes other parts of the batch than this module. Prepare the module first"
             )
-        parts, ranks = _batch_part(module)[1], dist.get_world_size()
+        parts, ranks = batch_part(module)[1], dist.get_world_size()
         if module.mesh.size != ranks:
             raise AutoshardError(f"the mesh of the module ({module.mesh}) must have all {ranks} processes")
         if not self.split_batches and 1 < parts < ranks and any(isinstance(x, LRScheduler) for x in args):
@@ -257,9 +257,7 @@ class _FullState:
 
     def __init__(self, prepared: Any, models: Iterable[nn.Module]) -> None:
         self.optimizer = prepared.optimizer
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        of = (m for m in models if isinstance(m, DistributedModule) and any(id(p) in held for p in m.parameters()))
-        self.sharded = next(of, None)
+        self.sharded = trained_module(self.optimizer, (m for m in models if isinstance(m, DistributedModule)))
 
     def state_dict(self) -> Any:
         if self.sharded is None:
@@ -289,16 +287,11 @@ def _load_models(models: list[nn.Module], folder: str) -> None:
     models.clear()
 
 
-def _batch_part(sharded: DistributedModule) -> tuple[int, int]:
-    return batch_part(sharded._program_mesh, sharded._settings.inputs, sharded._comm.rank)
-
-
 def _first_ranks(sharded: DistributedModule) -> list[int]:
     """Of each part of the batch the first rank that has it, in order."""
-    ranks, inputs = sharded.device_mesh.mesh.flatten().tolist(), sharded._settings.inputs
     found: dict[int, int] = {}
-    for number, rank in enumerate(ranks):
-        found.setdefault(batch_part(sharded._program_mesh, inputs, number)[0], rank)
+    for number, rank in enumerate(sharded.device_mesh.mesh.flatten().tolist()):
+        found.setdefault(batch_part(sharded, number)[0], rank)
     return [found[part] for part in sorted(found)]
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from autoshard.errors import AutoshardError
 from autoshard.module.checkpoints import full_optimizer_state_dict, load_full_optimizer_state_dict
 from autoshard.module.inputs import batch_part
-from autoshard.module.optimizers import clip_grad_norm_
+from autoshard.module.optimizers import clip_grad_norm_, trained_module
 from autoshard.module.ranks.distributed import DistributedModule
 
 
@@ -44,7 +44,7 @@ class _Ranks:
                 f"{type(self).__name__} needs a module that autoshard.compile made for all {world} processes, after "
                 "they were connected: compile in configure_model(), or after fabric.launch()"
             )
-        parts = {_batch_part(m) for m in sharded.values()}
+        parts = {batch_part(m) for m in sharded.values()}
         if len(parts) > 1:
             raise AutoshardError("the sharded modules take other parts of the batch. Compile all with the same inputs=")
         beside = _tensors_beside(module, sharded)
@@ -161,7 +161,7 @@ class AutoshardFabricStrategy(_Ranks, FabricDDPStrategy):  # type: ignore[misc]
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """See Fabric's ``Strategy.setup_module``; nothing is wrapped. Collective."""
-        if self._loads and any(_batch_part(m)[1] > 1 for m in _sharded_in(module).values()):
+        if self._loads and any(batch_part(m)[1] > 1 for m in _sharded_in(module).values()):
             raise AutoshardError("a data loader was set up before a module of local inputs. Set up the module first")
         self._follow(module)
         self._module = module
@@ -216,10 +216,6 @@ def _sharded_in(module: nn.Module | None) -> dict[str, DistributedModule]:
     return {} if module is None else {n: m for n, m in module.named_modules() if isinstance(m, DistributedModule)}
 
 
-def _batch_part(sharded: DistributedModule) -> tuple[int, int]:
-    return batch_part(sharded._program_mesh, sharded._settings.inputs, sharded._comm.rank)
-
-
 def _tensors_beside(module: nn.Module, sharded: Iterable[str]) -> dict[str, torch.Tensor]:
     """Parameters and buffers of ``module`` that are in none of its ``sharded`` modules."""
     within = tuple(f"{path}." if path else "" for path in sharded)
@@ -240,9 +236,7 @@ def _of(module: nn.Module | None, optimizer: Any) -> tuple[DistributedModule | N
     """(the sharded module whose parameters ``optimizer`` steps, the optimizer without a wrapper)."""
     while isinstance(optimizer, LightningOptimizer | _FabricOptimizer):
         optimizer = optimizer.optimizer
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    of = (m for m in _sharded_in(module).values() if any(id(p) in held for p in m.parameters()))
-    return next(of, None), optimizer
+    return trained_module(optimizer, _sharded_in(module).values()), optimizer
 
 
 def _full_optimizer_state(module: nn.Module | None, optimizer: Any) -> dict[str, Any]:

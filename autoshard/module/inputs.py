@@ -131,12 +131,16 @@ def _batch_axes(name: str, mesh: Mesh) -> list[str]:
     return found
 
 
-def batch_part(mesh: Mesh, inputs: InputScope, rank: int) -> tuple[int, int]:
-    """(number of the part of the batch that ``rank`` loads, number of parts): (0, 1) for global inputs."""
-    if inputs == "global":
+def batch_part(sharded: Any, number: int | None = None) -> tuple[int, int]:
+    """(number of the part of the batch that a rank loads, number of parts): (0, 1) for global inputs.
+
+    ``number``: of the rank in the module's mesh; default: this rank's.
+    """
+    if sharded._settings.inputs == "global":
         return 0, 1
+    mesh = sharded._program_mesh
     axes = _batch_axes("batch", mesh)
-    return mesh.index_along(rank, axes), mesh.size_of(axes)
+    return mesh.index_along(sharded._comm.rank if number is None else number, axes), mesh.size_of(axes)
 
 
 def batch_rows(described: Mapping[str, Mapping[str, Any]], inputs: InputScope) -> set[int]:

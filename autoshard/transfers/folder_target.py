@@ -7,7 +7,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,9 @@ _ALIGNMENT = 16
 
 @dataclass
 class FolderTarget:
-    """The files of a transfer. They appear under their names when all ranks have written theirs."""
+    """The files of a transfer, as many as ranks, of at most 5 GB. They get their names when all ranks have written theirs."""
 
     path: Path
-    files: dict[str, list[str]] | None = None
-    """file → entries; default: as many files as ranks, of at most 5 GB. Others than default have an index already"""
-    metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
     held: dict[str, Held] = field(default_factory=dict)
     """entry → which rank writes it"""
     _contents: dict[str, list[str]] = field(default_factory=dict)
@@ -42,14 +39,14 @@ class FolderTarget:
 
     def number(self) -> int:
         """32-bit hash, equal for equal folders in every process."""
-        return zlib.crc32(repr((str(self.path), self.files, dict(self.metadata))).encode())
+        return zlib.crc32(str(self.path).encode())
 
     def take(self, have: Holdings, names: Names, dtype: torch.dtype | None, ranks: Sequence[int]) -> None:
         """Decide entries, files, and which of ``ranks`` writes each. The same on all ranks."""
         wanted: dict[str, Held] = {}
         seen: set[int] = set()
         for entry, held in _entries(have, names).items():
-            if id(held) not in seen or self.files is not None:  # tied tensors once
+            if id(held) not in seen:  # tied tensors once
                 seen.add(id(held))
                 wanted[entry] = replace(held, dtype=dtype) if dtype and held.dtype.is_floating_point else held
         if strange := sorted(n for n, h in wanted.items() if h.dtype not in DTYPES.values()):
@@ -57,14 +54,13 @@ class FolderTarget:
                 f"safetensors has no dtype {wanted[strange[0]].dtype}, which {strange[:5]} have: give dtype=, "
                 "or leave them out with names="
             )
-        files = _divided(wanted, len(ranks)) if self.files is None else self.files
+        self._contents = _divided(wanted, len(ranks))
         one = Layout({"file": 1})
         self.held = {
             entry: replace(wanted[entry], replicas=(Replica(one, (ranks[n % len(ranks)],)),))
-            for n, entries in enumerate(files.values())
+            for n, entries in enumerate(self._contents.values())
             for entry in entries
         }
-        self._contents = files
 
     def targets(self, want: Holdings, names: Collection[str]) -> dict[str, FileTensor]:
         """Begin the files of entries ``names``, under other names until the end."""
@@ -84,7 +80,7 @@ class FolderTarget:
     def _begin(self, file: str, entries: Holdings) -> dict[str, FileTensor]:
         path, at = self.path / f"{file}.partial", 0
         kinds = {dtype: name for name, dtype in DTYPES.items()}
-        header: dict[str, Any] = {"__metadata__": dict(self.metadata)}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         ordered = sorted(entries.items(), key=lambda e: -e[1].dtype.itemsize)  # stays aligned
         for name, held in ordered:
             end = at + math.prod(held.shape) * held.dtype.itemsize
@@ -109,8 +105,6 @@ class FolderTarget:
 
     def finish(self) -> None:
         """Write the index of several files, and remove what an earlier save left. On one rank, when all have switched."""
-        if self.files is not None:
-            return
         index = self.path / SAFETENSORS_INDEX
         for path in self.path.glob("model*.safetensors"):
             if path.name not in self._contents and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", path.name):
