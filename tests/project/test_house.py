@@ -67,12 +67,12 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 80033,
-    "tokens": 678986,
-    "lines over 100 columns": 4830,
+    "lines": 80028,
+    "tokens": 678864,
+    "lines over 100 columns": 4832,
     "files": 362,
     "files under 60 lines": 9,
-    "names at module level in 3 or more files": 8,
+    "names at module level in 3 or more files": 7,
     "numeric constants at module level": 94,
     "private names of torch, however imported": 110,
     "private paths of torch": 37,
