@@ -172,7 +172,7 @@ class _Payload:
         found: list[list[Any]] = []
         for row in parameter_rows(self.plan):
             blocks: dict[str, int] = {}
-            ranks = range(min(self.plan.mesh.size, 1024))
+            ranks = range(min(self.plan.mesh.size, 1024))  # the most that the grid shows
             held = [blocks.setdefault(_block_text(row.layout, row.shape, rank), len(blocks)) for rank in ranks]
             found.append([row.glob, len(row.names), list(row.shape), self.layout(row.layout), list(blocks), held])
         return found

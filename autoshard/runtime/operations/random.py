@@ -111,17 +111,17 @@ def shard_seed(axes: Iterable[Axes]) -> int:
 
     Ranks with the same shard have the same seed; a recomputation has that of the first time."""
     comm = current()
-    drawn = int(comm.shared(torch.randint, (2**48, ()), {"device": "cpu"}))
+    drawn = comm.shared(torch.randint, (2**48, ()), {"device": "cpu"})
     index, count = comm.micro_batch
     number = comm.index(tuple(axis for each in axes for axis in comm.active(each)))
-    return drawn + number * count + index
+    return (0 if drawn.is_meta else int(drawn)) + number * count + index  # a rehearsal without data draws nothing
 
 
 @contextmanager
 def own_stream(device: torch.device, seed: int) -> Iterator[None]:
     """Inside, the default generator of ``device`` draws from ``seed``; afterwards it is where it was."""
     generator = torch.default_generator
-    if device.type != "cpu":
+    if device.type not in ("cpu", "meta"):
         module = torch.get_device_module(device)
         generator = module.default_generators[module.current_device() if device.index is None else device.index]
     before = generator.get_state()

@@ -119,7 +119,7 @@ def estimated_number(value: Any) -> PlainNumber:
     for free_symbol in free_unbacked_symbols(expression):
         upper: Any = ranges[free_symbol].upper if free_symbol in ranges else None
         bounded = upper is not None and upper.is_Integer and upper < 2**40
-        guesses[free_symbol] = max(2, int(upper) // 2) if bounded else 64
+        guesses[free_symbol] = max(2, int(upper) // 2) if bounded else 64  # no bound is known
     return max(2, int(expression.xreplace(guesses)))
 
 

@@ -216,7 +216,7 @@ class GradientFlow:
 
     def __init__(self) -> None:
         self._others: dict[str, tuple[bool, ...] | None] = {}
-        if len(self._torchs) > 10_000:
+        if len(self._torchs) > 10_000:  # entries that the cache may hold
             self._torchs.clear()
 
     def flags(self, op: Any, args: Any, kwargs: Any, types: dict[str, TensorType], results: list[Any]) -> list[bool]:

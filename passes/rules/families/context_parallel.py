@@ -216,7 +216,8 @@ def attention_tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Stra
         pairs = (math.prod(ranks["embed"]) * summed + made) / (summed + made)
     label, whole = next((x for x in SEQUENCE_LABELS if x in ranks), ""), pairs
     counting = band.pairs(queries, keys) or 1.0
-    drops, banded = bool(node.argument("dropout_p", 0.0)), node.op is banded_op._opoverload
+    banded, fused = node.op is banded_op._opoverload, not node.exact and label in ("", "queries")
+    drops = bool(node.argument("dropout_p", 0.0)) and not fused
     passes = 2 * MATRIX_PASSES if drops and not banded else MATRIX_PASSES
     if label == "keys":
         return AttentionTiling(
@@ -234,6 +235,8 @@ def attention_tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Stra
     elif drops:  # the mask is a tensor; tiles lose in float32 products what they save in pairs
         pairs = (whole if label == "queries" else pairs) * queries * keys / counting
         matrix = pairs * counting / queries
+    elif fused and label and band != ALL_KEYS:  # the mask is a tensor
+        pairs = whole * queries * keys / counting
     if label not in RING_LABELS:
         tiles = 4 if label in ZIGZAG_LABELS else 2 if label and band == CAUSAL else 1
         pieces = 1
