@@ -67,9 +67,9 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 80028,
-    "tokens": 678864,
-    "lines over 100 columns": 4832,
+    "lines": 80031,
+    "tokens": 678912,
+    "lines over 100 columns": 4833,
     "files": 362,
     "files under 60 lines": 9,
     "names at module level in 3 or more files": 7,
