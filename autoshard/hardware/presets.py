@@ -20,8 +20,10 @@
   kernels reach 3.01 of 3.35 TB/s on H100 (Guo, Dao et al. 2025, "QuACK").
 - collectives: NCCL on H100 in a node of 2, 4, 8: algorithm bandwidth 537, 434, 394 GB/s
   (all-gather) and 324, 236, 267 (all-reduce), times (n-1)/n and 2(n-1)/n as ring bytes
-  (AutoParallel's tables). Latencies between nodes: these tables for 2 and 8 nodes of 8 less one
-  node, for rings per rank of a node. A card of 400 Gb/s carries 48 GB/s. A100: 230 GB/s of ring
+  (AutoParallel's tables). Between nodes: its profile of 1 to 32 nodes with 1 to 8 ranks each
+  (``cost_models/h100_nvswitch_roce_400g.py``), latencies less those of one node and, for rings, per
+  rank of a node. A card of 400 Gb/s carries 48 GB/s, of an all-to-all 0.87. Trees of two nodes send
+  half of a ring's bytes over the cards (NVIDIA/nccl issue 946). A100: 230 GB/s of ring
   bytes in a node (NVIDIA's nccl-tests).
 - overlap: during an all-gather in a node a matmul takes 2.08 instead of 1.18 ms on A100
   (NVIDIA/nccl issue 1428: memory bandwidth) and reaches 47 instead of 80 % of peak on H100
@@ -94,13 +96,16 @@ _H100_NODE = Link(
         for ranks, latency, bandwidth in rows
     ),
 )
-_NETWORK_RATES = (("all_gather", 2, 5e-6, 1.0), ("all_gather", 8, 33e-6, 1.0), ("all_gather", 128, 369e-6, 0.92))
-_TREE_RATES = (("all_reduce", 2, 22e-6, 1.0), ("all_reduce", 8, 78e-6, 0.73))  # 160 of 219 GB/s that the cards allow
+_NETWORK_RATES = (
+    *(("all_gather", 2, 6e-6, 1.0), ("all_gather", 8, 25e-6, 1.0), ("all_gather", 128, 345e-6, 0.92)),
+    *(("all_reduce", 2, 20e-6, 1.0), ("all_reduce", 8, 32e-6, 1.0), ("all_reduce", 32, 47e-6, 0.92)),
+    *(("all_to_all", 2, 67e-6, 0.87), ("all_to_all", 8, 133e-6, 0.87), ("all_to_all", 32, 595e-6, 0.87)),
+)  # fmt: skip
 
 
 def _network(bandwidth: float) -> Link:
     """NCCL between nodes with the latencies of H100; ``bandwidth``: bytes/s of one card."""
-    rates = (Rate(kind, n, latency, part * bandwidth) for kind, n, latency, part in (*_NETWORK_RATES, *_TREE_RATES))
+    rates = (Rate(kind, n, latency, part * bandwidth) for kind, n, latency, part in _NETWORK_RATES)
     return Link(15e-6, bandwidth, tuple(rates))
 
 
