@@ -242,7 +242,7 @@ def test_compute_waits_for_no_gradients_where_it_takes_longer() -> None:
     with torch.device("meta"):
         model, tokens = Moe(MoeConfig(layers=2)).bfloat16(), torch.zeros(64, 4096, dtype=torch.long)
     events = step_timeline(autoshard.plan(model, {"dp": 8, "ep": 8}, (tokens,), {"labels": tokens}))
-    assert sum(e.name.startswith("reduce_scatter") for e in events) > 6
+    assert sum(e.name.startswith("reduce_scatter") for e in events) >= 6
     backward = [e for e in events if e.phase == "backward" and e.stream in (COMPUTE_STREAM, *LINK_STREAMS)]
     waited = sum(b.start - (a.start + a.seconds) for a, b in itertools.pairwise(backward))
     assert waited < 0.01 * (backward[-1].start - backward[0].start)

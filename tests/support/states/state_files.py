@@ -92,7 +92,7 @@ def replicated_tensors_are_written_whole(mesh: autoshard.Mesh) -> None:
     model.load_state_dict(weights)
     of_model.load_state_dict(state)
     sharded.load_state_dict(weights)
-    of_sharded.load_state_dict(state)
+    of_sharded.load_state_dict(copy.deepcopy(state))  # plain tensors are not copied
     go_on(model, sharded, of_model, of_sharded)
 
 

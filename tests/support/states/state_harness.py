@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,7 +32,7 @@ def one_graph(function: Case) -> Case:
 
     @functools.wraps(function)
     def run(mesh: autoshard.Mesh) -> None:
-        defaults: Any = autoshard.compile.__kwdefaults__
+        defaults: Any = inspect.unwrap(autoshard.compile).__kwdefaults__
         defaults["parts"] = None
         try:
             function(mesh)

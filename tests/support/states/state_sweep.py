@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import traceback
 from collections.abc import Iterator
@@ -41,7 +42,8 @@ def asking(way: str, name: str) -> Iterator[autoshard.Mesh]:
     if way == MICRO_BATCHES:
         options = {MICRO_BATCHES: COUNTS.get(name, 2)}
         nn.BatchNorm1d = nn.LayerNorm  # type: ignore[assignment, misc]
-    autoshard.compile = lambda *args, **kwargs: compile_(*args, **{**options, **kwargs})  # type: ignore[assignment]
+    asked = functools.wraps(compile_)(lambda *args, **kwargs: compile_(*args, **{**options, **kwargs}))
+    autoshard.compile = asked  # type: ignore[assignment]
     try:
         yield ideal(axes)
     finally:

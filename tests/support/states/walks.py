@@ -66,11 +66,12 @@ class Net(nn.Module):
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True, foreach=True),
-    "adamw": lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-2, foreach=True),
-    "fused": lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-2, fused=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, 1e-2, eps=1e-2),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-3, eps=1e-1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-2, eps=1.0, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, 1e-2, eps=1.0, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 1e-2, eps=1.0),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-3, eps=1.0, momentum=0.9),
 }
+"""with an eps that does not amplify the rounding of small gradients"""
 LIKE = (None, "megatron", "fsdp", "ddp", "zero1")
 
 
