@@ -116,6 +116,8 @@ class Row:
     """whether rows travel to experts beside the work of another micro-batch"""
     exchanged: float = 1.0
     """bytes of these messages relative to one copy per chosen expert"""
+    summed_after: bool = False
+    """whether gradients are summed after the last backward, and not beside it: Megatron-LM of 2021 (training.py of v2.5)"""
 
 
 LLAMA = llama(LlamaConfig(width=16384, hidden=53248, heads=128, kv_heads=8, layers=126))
@@ -148,7 +150,7 @@ ROWS = (
             f"Narayanan {name}, TP 8 PP {stages} DP {ranks}, full", "a100", stages, chunks, {"dp": ranks, "tp": 8},
             {"dp": "ddp", "tp": "megatron"}, plain_gpt(width, 51200, 2048, heads), width, layers, rows, batches, 2048,
             96 * rows * 2048 * layers * width**2 * (1 + 2048 / (6 * width) + 51200 / (16 * layers * width))
-            / (rate * 1e12 * 8 * stages * ranks), whole, torch.float16,
+            / (rate * 1e12 * 8 * stages * ranks), whole, torch.float16, summed_after=True,
         )
         for name, width, layers, heads, stages, ranks, rows, chunks, batches, rate in (
             ("39B", 8192, 48, 64, 2, 32, 1536, (1, 2, 3, 4, 6), (1, 2), 138),
@@ -196,6 +198,9 @@ def stage_of(row: Row, batch: int, layers: int) -> StageTimes:
             device = by_copy_engines(device)
         program, plan = plan_graph(graph, Mesh(row.mesh, device), opts)
     plan = replace(plan, collectives=tuple(c for c in plan.collectives if not is_reordering(c)))
+    if row.summed_after:
+        blocking = (replace(c, movable=c.movable and c.phase == "forward") for c in plan.collectives)
+        plan = replace(plan, collectives=tuple(blocking))
     times = stage_times(plan)
     ahead, back, once = row.beside(layers, batch) if row.beside else (0.0, 0.0, 0.0)
     back += sum(made_again(program, row.again)) if row.again else 0.0
