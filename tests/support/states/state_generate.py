@@ -305,6 +305,7 @@ def a_static_cache_that_has_no_tensors_yet(mesh: autoshard.Mesh) -> None:
 
 
 @case
+@upcasts_in_float64()
 def a_prompt_of_one_request_along_its_sequence(mesh: autoshard.Mesh) -> None:
     """By the weights that tokens are read with, in parts of an odd length: scattered and gathered, not summed up whole."""
     model, mine = llama(layers=1), autoshard.Mesh(dict(zip(mesh.axes, mesh.shape, strict=True)))
