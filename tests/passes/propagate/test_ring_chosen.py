@@ -52,3 +52,12 @@ def test_crossovers(hardware: autoshard.Hardware, length: int, heads: tuple[int,
     """On 4 ranks: whole, gathered keys with too few heads, heads where there are enough; else rings that hide, between nodes
     in an order that the graph carries."""
     assert picked(length, 4, *heads, hardware) == label
+
+
+def test_rings_of_at_most_256_ranks() -> None:
+    """A longer one takes too long to price: pairs of ranks are counted one by one."""
+    for ranks, rings in ((4, True), (512, False)):
+        with torch.device("meta"):
+            layers, x = Layers(2, 2).to(torch.bfloat16), torch.zeros(1, 4096, 256, dtype=torch.bfloat16)
+        plan = autoshard.plan(layers, autoshard.Mesh({"cp": ranks}), (x,), like={"cp": "ring"}, memory_budget=1e15)
+        assert any("ring" in c.labels[0] for c in plan.choices.values() if "attention" in c.op) == rings
