@@ -252,37 +252,45 @@ def _as_configured(asked: dict[str, Any], mesh: Mesh, example: Any) -> dict[str,
 _DEFAULTS = {"micro_batches": 1, "recompute": "auto", "schedule": "1f1b"}
 
 
-class _TrainerFinder(importlib.abc.MetaPathFinder):
-    """Prepares transformers' Trainer for sharded modules when it is imported."""
+_INTEGRATIONS = {"transformers.trainer": "autoshard.hugging_face", "peft.peft_model": "autoshard.peft"}
+"""modules of others → those of ours that prepare their classes for sharded modules"""
+
+
+class _IntegrationFinder(importlib.abc.MetaPathFinder):
+    """Prepares classes of others for sharded modules when they are imported."""
+
+    def __init__(self) -> None:
+        self.waiting = {*_INTEGRATIONS}
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != "transformers.trainer" or self not in sys.meta_path:
+        if name not in self.waiting:
             return None
-        sys.meta_path.remove(self)
+        self.waiting.remove(name)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def then_prepare(module: Any) -> None:
                 load(module)
-                _prepare_trainers()
+                _prepare_others()
 
             spec.loader.exec_module = then_prepare  # type: ignore[method-assign]
         return spec
 
 
-def _prepare_trainers() -> None:
-    """Have transformers' Trainer take sharded modules: now if it is imported, else when it is."""
-    if "transformers.trainer" in sys.modules:
-        with contextlib.suppress(ImportError):  # no accelerate, so no Trainer
-            importlib.import_module("autoshard.hugging_face")
-    elif not any(isinstance(finder, _TrainerFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _TrainerFinder())
+def _prepare_others() -> None:
+    """Have transformers' Trainer and PEFT take sharded modules: now if they are imported, else when they are."""
+    for name, ours in _INTEGRATIONS.items():
+        if name in sys.modules:
+            with contextlib.suppress(ImportError):  # no accelerate, so no Trainer
+                importlib.import_module(ours)
+    if not any(isinstance(finder, _IntegrationFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _IntegrationFinder())
 
 
 def _make_module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: CompileSettings) -> ShardedModule:
     """A module for this rank under torch.distributed, else one for all ranks in this process."""
-    _prepare_trainers()
+    _prepare_others()
     running = dist.is_available() and dist.is_initialized()
     if hasattr(mesh, "mesh_dim_names") or (running and dist.get_world_size() > 1):
         ranks = dist.get_world_size() if running else 1

@@ -217,7 +217,7 @@ def _compiled_for_first_batch(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
         sharded, data = _sharded(self.model), self.train_dataset
-        known = data is None or isinstance(data, IterableDataset) or "forward" in vars(sharded or self)
+        known = data is None or isinstance(data, IterableDataset)
         if sharded is not None and not sharded._original_model.adopted and not known:
             states = torch_state.generator_states(), random.getstate(), numpy.random.get_state()
             loader = self.get_train_dataloader()
@@ -225,6 +225,7 @@ def _compiled_for_first_batch(create: Callable[..., Any]) -> Callable[..., Any]:
                 iter(getattr(loader, "base_dataloader", loader)), 1, self.args.device
             )
             self.model.train()
+            wrapped = {n: x for n, x in vars(sharded).items() if n == "forward"}  # as trl does
             object.__setattr__(sharded, "forward", functools.partial(_compile_only, sharded))
             try:
                 with self.accelerator.autocast():
@@ -233,6 +234,7 @@ def _compiled_for_first_batch(create: Callable[..., Any]) -> Callable[..., Any]:
                 pass
             finally:
                 del sharded.__dict__["forward"]
+                sharded.__dict__.update(wrapped)
                 torch_state.set_generator_states(states[0])
                 random.setstate(states[1])
                 numpy.random.set_state(states[2])

@@ -96,7 +96,7 @@ def _compiling_submodule(sharded: CompilingModule, path: str, base: type[Compili
     settings, like = sharded._settings, sharded._settings.opts.like
     opts = replace(settings.opts, hints=None, plan=None, like=None if _strategy_names_modules(sharded) else like)
     made: CompilingModule = object.__new__(base)
-    made.__dict__.update(sharded.__dict__)
+    made.__dict__.update((n, x) for n, x in sharded.__dict__.items() if n != "forward")  # a wrapper of the model's
     made.__dict__.update(
         _original_model=original,
         _title=type(model).__name__,
@@ -258,6 +258,11 @@ class ShardedModule(CompilingModule):
         """Same as :meth:`torch.nn.Module.load_state_dict`. :class:`PlanError` before compilation."""
         self._check_compiled()
         return super().load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """See :meth:`FixedModule._load_from_state_dict`. :class:`PlanError` before compilation."""
+        self._check_compiled()
+        super()._load_from_state_dict(*args)
 
     def __str__(self) -> str:
         return str(self.plan) if self._original_model.adopted and self.plans else repr(self)

@@ -27,6 +27,7 @@ FLOORS = (
         "hugging_face",
         "accelerate",
         "lightning",
+        "peft",
         "check",
         "api",
         "transfers",

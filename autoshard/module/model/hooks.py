@@ -167,7 +167,8 @@ def _refuse_observer(path: str, hook: Callable[..., Any], sees_output: bool) -> 
         if not (found is None or (sees_output and found is given[-1])) or before != [x._version for x in tensors]:
             return found
         found, code = None, _hook_code(hook)  # frees the result: references are counted below
-        if uses.any or held != sum(map(sys.getrefcount, tensors)) or code is None or "training" not in code.co_names:
+        idle = uses.requires_grad or (code is not None and "training" in code.co_names)
+        if uses.any or held != sum(map(sys.getrefcount, tensors)) or not idle:
             at = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
             raise CaptureError(
                 f"hook {_hook_name(hook)}{at} of module {path!r} inside a sharded module changes "
@@ -183,9 +184,12 @@ def _refuse_observer(path: str, hook: Callable[..., Any], sees_output: bool) -> 
 class _TensorUses(TorchFunctionMode):
     """Records whether the hook computes or asks anything of tensors."""
 
-    any = False
+    any = requires_grad = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.requires_grad_:  # for checkpoints of frozen layers: nobody can ask for that gradient
+            self.requires_grad = True
+            return args[0]
         self.any = True
         return func(*args, **(kwargs or {}))
 

@@ -219,6 +219,8 @@ class OriginalModel:
         self._parametrized = _has_parametrizations(self.model)
         for path in self.parts.keys() & before.keys():
             self.parts[path].training = before[path].training
+            if (own := vars(before[path]))["_original"] is self.parts[path]._original:
+                vars(self.parts[path]).update({n: own[n] for n in (SET_LATER, *own[SET_LATER])})
         return True
 
     @property

@@ -76,7 +76,9 @@ class FixedModule(nn.Module):
                 _refuse_change(f"{name!r} of a {self._original.__name__} is {'removed' if value is None else 'added'}")
             if tensors is own["_buffers"] and isinstance(tensors[name], DTensor):
                 value = shard_like(value, tensors[name])
-        elif not isinstance(value, nn.Module) and (name in self._known or _mentions(self._original, name)):
+        elif not (isinstance(value, nn.Module) or _are_handles(value)) and (
+            name in self._known or _mentions(self._original, name)
+        ):
             if is_unchanged_value(getattr(self, name, ...), value):
                 return
             removed = name in own.get("_held", ()) and isinstance(value, Tensor)  # a parameter, as pruning does
@@ -288,7 +290,8 @@ def kept_attributes(module: nn.Module) -> dict[str, Any]:
 
     Nothing that may hold weights: those would be stale.
     """
-    return {n: x for n, x in vars(module).items() if n not in _INTERNAL and _is_kept_attribute(x)}
+    keys = {"_keys"} if isinstance(module, nn.ParameterDict) else set()  # even if empty
+    return {n: x for n, x in vars(module).items() if n not in _INTERNAL and (n in keys or _is_kept_attribute(x))}
 
 
 def _is_kept_attribute(value: Any) -> bool:
@@ -300,6 +303,12 @@ def _is_kept_attribute(value: Any) -> bool:
     ):
         return all(map(_is_kept_attribute, held.values() if isinstance(held, dict) else held))
     return _is_plain_constant(value) or not (isinstance(value, _WEIGHT_HOLDERS) or callable(value))
+
+
+def _are_handles(value: Any) -> bool:
+    """Whether an attribute holds handles of hooks only, of which a forward makes nothing."""
+    held = value if isinstance(value, list | tuple) and value else [value]
+    return all(isinstance(x, RemovableHandle) for x in held)
 
 
 def _is_followed(value: Any) -> bool:
@@ -377,18 +386,25 @@ def _save_pretrained_methods(kind: Any) -> dict[str, Any]:
 
     @functools.wraps(kind.save_pretrained)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {**inspect.signature(own).bind_partial(self, *args, **kwargs).arguments, **kwargs}
-        if given.get("state_dict") is not None:
-            return own(self, *args, **kwargs)
-        kwargs["state_dict"] = self.full_state_dict()
-        comm = self.__dict__.get("_comm")
-        if "is_main_process" not in given and comm is not None:
-            kwargs["is_main_process"] = comm.rank == 0
-        made = own(self, *args, **kwargs)
-        with self.meeting("save_pretrained()"):  # when it returns, the files exist for every rank
-            return made
+        return save_full(self, self, own, *args, **kwargs)
 
     return {"save_pretrained": save_pretrained}
+
+
+def save_full(sharded: Any, model: Any, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``save``, a ``save_pretrained`` of ``model``, with the full weights of ``sharded``, on rank 0. Collective."""
+    given = {**inspect.signature(save).bind_partial(model, *args, **kwargs).arguments, **kwargs}
+    if given.get("state_dict") is not None:
+        return save(model, *args, **kwargs)
+    with sharded.meeting("save_pretrained()"):
+        held = model.state_dict(keep_vars=True)
+        kwargs["state_dict"] = {n: sharded._full(x.detach()) for n, x in held.items()}
+    comm = sharded.__dict__.get("_comm")
+    if "is_main_process" not in given and comm is not None:
+        kwargs["is_main_process"] = comm.rank == 0
+    made = save(model, *args, **kwargs)
+    with sharded.meeting("save_pretrained()"):  # when it returns, the files exist for every rank
+        return made
 
 
 def _generation_methods(kind: Any) -> dict[str, Any]:

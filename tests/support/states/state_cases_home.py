@@ -320,6 +320,8 @@ def wrapped_forward(mesh: autoshard.Mesh) -> None:
     before = sharded.forward
     sharded.forward = lambda *args: before(*args)[0] * 2
     close(sharded(ids()), model(ids())[0] * 2)
+    sharded.forward = lambda *args: sharded.layers[0](sharded.emb(*args))  # as trl's head calls the backbone
+    close(sharded(ids()), model.layers[0](model.emb(ids())))
     del sharded.__dict__["forward"]
     close(sharded(ids())[0], model(ids())[0])
 

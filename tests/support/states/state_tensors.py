@@ -7,6 +7,7 @@ import unittest
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from state_harness import (
     Block,
@@ -29,6 +30,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
 
 import autoshard
+from autoshard.errors import PlanError
+from autoshard.module.gathered import changed_modules, gathered_model
 
 # --- parameters and buffers replaced, moved, converted ---
 
@@ -224,6 +227,54 @@ def attributes_that_are_set_later(mesh: autoshard.Mesh) -> None:
     model, sharded = pair(mesh, lambda: Net(p=0.1), ids())
     both(model, sharded, lambda m: setattr(m.layers[0].drop, "p", 0.7))
     steps(model, sharded, ids())
+
+
+class Adapted(nn.Module):
+    """A frozen layer, and what is added to it."""
+
+    def __init__(self, layer: nn.Module, width: int) -> None:
+        super().__init__()
+        self.layer, self.own = layer.requires_grad_(False), nn.Linear(8, width).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.own(x)
+
+
+@case
+def modules_put_inside(mesh: autoshard.Mesh) -> None:
+    """As adapters are, before the first call or later; copies have full tensors; hooks may ask for gradients of inputs."""
+
+    def put(model: Any) -> None:
+        torch.manual_seed(3)
+        model.layers[0].up = Adapted(model.layers[0].up, 16)
+
+    def checkpointed(model: Any) -> None:
+        def requires_grad(_: Any, __: Any, output: torch.Tensor) -> None:
+            output.requires_grad_(True)
+
+        model.handles = [model.layers[0].register_forward_hook(requires_grad)]
+
+    for example in ((), (ids(),)):
+        model, sharded = pair(mesh, lambda: Net(p=0.1), *example)
+        if example:
+            steps(model, sharded, ids())
+        both(model, sharded, lambda m: setattr(m.layers[0].drop, "p", 0.7))
+        put(model)
+        with changed_modules(sharded) as inside:
+            put(inside)
+        with pytest.raises(PlanError, match="nothing is compiled yet"):
+            sharded.state_dict()
+        both(model, sharded, lambda m: (torch.manual_seed(2), m(ids())))
+        assert "layers.0.up.own.weight" in dict(sharded.named_parameters())
+        steps(model, sharded, ids())
+        both(model, sharded, checkpointed)
+        steps(model, sharded, ids())
+        copied = gathered_model(sharded)
+        torch.manual_seed(4)
+        expected = model(ids())[0]
+        torch.manual_seed(4)
+        close(copied(ids())[0], expected)
+        assert not any(isinstance(p, DTensor) for p in copied.parameters())
 
 
 @case
