@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.aten import aten
-from autoshard.errors import AutoshardError, RuntimeMismatchError
+from autoshard.errors import AutoshardError, LayoutError, RuntimeMismatchError
 from autoshard.module.dtensors.dispatch import first_rank_generator
 from autoshard.module.dtensors.module_dtensor import (
     PART_MESHES,
@@ -147,6 +148,46 @@ def patch_load_state_dict() -> None:
         return loaded(param, value, *args, **kwargs)
 
     of._process_value_according_to_param_policy = staticmethod(process)
+
+
+@functools.cache
+def patch_steps() -> None:
+    """Have errors of DTensor in ``optimizer.step`` name the optimizer, and the ways out."""
+    of: Any = torch.optim.Optimizer
+    prepare = of._patch_step_function
+
+    def prepare_class(self: Any) -> None:
+        prepare(self)
+        kind = type(self)
+        if not kind.__module__.startswith("torch.") and not hasattr(kind.step, _EXPLAINED):
+            kind.step = _explained(kind.step)
+
+    of._patch_step_function = prepare_class
+
+
+_EXPLAINED = "_autoshard_explained"
+"""marks steps whose errors are explained"""
+
+
+def _explained(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def explained(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(self, *args, **kwargs)
+        except Exception as error:
+            modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+            of = next((p for group in self.param_groups for p in group["params"] if _is_sharded(p)), None)
+            theirs = "DTensor" in str(error) or any(name.startswith("torch.distributed.tensor") for name in modules)
+            if of is None or not theirs or isinstance(error, AutoshardError):
+                raise
+            raise LayoutError(
+                f"{type(self).__name__}.step() does what DTensor refuses of sharded parameters, such as one of shape "
+                f"{list(of.shape)} in {of.placements}: {str(error).strip().splitlines()[0]}. Step on full tensors: "
+                "optimizer = autoshard.whole(optimizer). Or choose another optimizer"
+            ) from error
+
+    setattr(explained, _EXPLAINED, True)
+    return explained
 
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

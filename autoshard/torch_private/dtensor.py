@@ -21,8 +21,24 @@ with by_name:
     from torch.utils._foreach_utils import _foreach_supported_types as foreach_types
 
     _op_dispatcher: Any = DTensor._op_dispatcher
+    _propagator = _op_dispatcher.sharding_propagator
     random_ops = tuple(_op_dispatcher._random_ops)
     """ops that DTensor runs with one generator state for all ranks"""
+
+
+_RULES = [
+    *(vars(_propagator).get(name, {}) for name in ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")),
+    {*_op_dispatcher._custom_op_handlers},
+]
+"""ops that DTensor knows, by the kind of their rules"""
+
+
+def has_rule(op: Any) -> bool:
+    """Whether DTensor has a rule of ``op`` itself. Else torch >= 2.12 may infer one from a decomposition.
+
+    The rule of ``as_strided`` takes global strides for those of the shard.
+    """
+    return op is not torch.ops.aten.as_strided.default and any(op in known for known in _RULES)
 
 
 def dispatch_subclass(kind: type[DTensor]) -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import world
-from trainer_worker import CASES, outcome
+from largest_error import differences
+from trainer_worker import CASES, flat, outcome
 
-FAST = {"metrics", "stream", "first"}
+FAST = {"metrics", "stream", "first", "recomputed"}
 
 
 @pytest.fixture(scope="session")
@@ -34,15 +36,10 @@ def test_as_one_device(sharded: Callable[[str], Any], tmp_path: Path, name: str)
     """Losses, metrics, rows and weights are those of transformers' own Trainer with the whole model."""
     expected = json.loads(json.dumps(outcome(name, str(tmp_path), whole=True)))
     assert [len(expected["metrics"]), bool(expected["told"])] == [3, "steps" in CASES[name]]
-    assert differences(sharded(name), expected) == []
-
-
-def differences(found: Any, expected: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    if isinstance(expected, dict) and found.keys() == expected.keys():
-        return [d for key in expected for d in differences(found[key], expected[key], f"{path}/{key}")]
-    if isinstance(expected, list) and len(found) == len(expected):
-        return [
-            d for i, pair in enumerate(zip(found, expected, strict=True)) for d in differences(*pair, f"{path}/{i}")
-        ]
-    same = not isinstance(expected, dict | list) and found == pytest.approx(expected, rel=1e-9, abs=1e-9)
-    return [] if same else [(path, found, expected)]
+    if "bf16" in CASES[name]:
+        exact = torch.tensor(flat(outcome("exact", str(tmp_path), whole=True)["weights"]))
+        theirs, ours = (torch.tensor(flat(found["weights"])).sub(exact).norm() for found in (expected, sharded(name)))
+        assert float(theirs / exact.norm()) > 1e-4  # it was rounded
+        assert ours < 1.5 * theirs
+    else:
+        assert differences(sharded(name), expected) == []

@@ -16,10 +16,13 @@ import world
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import autoshard
 
 WORDS, BATCH = 12, 4
+OPTIMIZERS = "adamw_torch adamw_torch_fused adafactor sgd adagrad rmsprop".split()
+"""names of transformers' OptimizerNames that need torch alone, on a CPU"""
 
 
 class Model(nn.Module):
@@ -46,6 +49,53 @@ class Model(nn.Module):
         total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
         return {"loss": total / count, "logits": logits}
+
+
+class Layer(GradientCheckpointingLayer):
+    """A layer that transformers can have recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Layered(transformers.PreTrainedModel):  # type: ignore[misc]
+    """As the model, of transformers' class, with layers."""
+
+    config_class = transformers.PreTrainedConfig
+    supports_gradient_checkpointing = True
+
+    def __init__(self) -> None:
+        super().__init__(transformers.PreTrainedConfig())
+        self.embedding, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> dict[str, torch.Tensor]:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def translator() -> nn.Module:
+    """A small encoder and decoder without dropout."""
+    sizes = {"d_model": 8, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 16, "dropout": 0.0}
+    layers = {
+        f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 1), ("attention_heads", 2))
+    }
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    return transformers.BartForConditionalGeneration(
+        transformers.BartConfig(vocab_size=WORDS, forced_eos_token_id=None, **sizes, **layers, **tokens)
+    )
 
 
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
@@ -151,6 +201,19 @@ CASES: dict[str, dict[str, Any]] = {
     "noisy": {"steps": 3, "neftune_noise_alpha": 5.0},
     "first": {"steps": 3, "compiled": False},
     "workers": {"steps": 3, "kind": Noisy, "dataloader_num_workers": 1},
+    "recomputed": {"steps": 3, "model": Layered, "activation_checkpointing": True},
+    "limited": {"steps": 5, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2},
+    "seen": {"steps": 3, "include_num_input_tokens_seen": True},
+    "generated": {
+        "steps": 3,
+        "model": translator,
+        "compiled": False,
+        "predict_with_generate": True,
+        "generation_max_length": 6,
+    },
+    "exact": {"steps": 3},
+    "rounded": {"steps": 3, "dtype": torch.float32, "bf16": True},
+    **{name: {"steps": 2, "optim": name} for name in OPTIMIZERS},
 }
 
 
@@ -160,12 +223,13 @@ def outcome(name: str, folder: str, whole: bool) -> dict[str, Any]:
     metrics, steps, kind = options.pop("metrics", False), options.pop("steps", 0), options.pop("kind", list)
     lengths, compiled = options.pop("lengths", False), options.pop("compiled", True)
     torch.manual_seed(0)
-    model: Any = Model().double()
+    model: Any = options.pop("model", Model)().to(options.pop("dtype", torch.float64))
     if not whole:
         example = {**padded(dataset(BATCH, 0)), "num_items_in_batch": torch.tensor(9.0)}
         mesh = autoshard.Mesh({"tp": 2}, "ideal_network")
         model = autoshard.compile(model, mesh, (), example if compiled else None)
-    arguments = TrainingArguments(
+    sequences = "predict_with_generate" in options
+    arguments = (transformers.Seq2SeqTrainingArguments if sequences else TrainingArguments)(
         f"{folder}/{name}",
         max_steps=steps or 1,
         per_device_train_batch_size=BATCH,
@@ -183,7 +247,7 @@ def outcome(name: str, folder: str, whole: bool) -> dict[str, Any]:
     if lengths:
         for number, row in enumerate(train):
             row.update({k: v[: 6 - number % 4] for k, v in row.items()})
-    trainer = transformers.Trainer(
+    trainer = (transformers.Seq2SeqTrainer if sequences else transformers.Trainer)(
         model,
         arguments,
         train_dataset=kind(train),
@@ -199,6 +263,8 @@ def outcome(name: str, folder: str, whole: bool) -> dict[str, Any]:
     return {
         "told": told,
         "weights": [w.tolist() for w in weights.values()],
+        "seen": trainer.state.num_input_tokens_seen,
+        "kept": sorted(int(path.name.split("-")[1]) for path in Path(arguments.output_dir).glob("checkpoint-*")),
         **evaluated(trainer, kind(dataset(3, 3))),
     }
 

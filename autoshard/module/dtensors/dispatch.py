@@ -30,7 +30,7 @@ from autoshard.module.dtensors.module_dtensor import (
     tensors_of,
     written_operands,
 )
-from autoshard.torch_private.dtensor import DTensorSpec, TensorMeta
+from autoshard.torch_private.dtensor import DTensorSpec, TensorMeta, has_rule
 
 
 @handles("any")
@@ -41,6 +41,8 @@ def run_as_dtensor(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """
     pairs: list[tuple[ModuleDTensor, DTensor]] = []
     plain = [x for x in written_operands(op, args, kwargs) if type(x) is Tensor]
+    if not has_rule(op) and (made := op.decompose(*args, **kwargs)) is not NotImplemented:
+        return made  # in inference mode; its operations come here
     if plain:
         return (_write_plain if op._schema.arguments[0].is_write else run_on_full)(op, args, kwargs)
     own, named = map_operands(lambda x: _twin(x, pairs), args, kwargs)
@@ -56,6 +58,8 @@ def run_as_dtensor(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             if x.requires_grad and not isinstance(x, DTensor):
                 with_plain_gradient(x)
     try:
+        if not (has_rule(op) or _ignores_positions(op, tensors_of(args, kwargs))):
+            raise NotImplementedError(f"DTensor has no rule of {op}, and would infer one from a decomposition")
         made = op(*own, **named)
     except (NotImplementedError, RuntimeError) as error:
         no_rule = isinstance(error, NotImplementedError) or "Sharding propagation failed" in str(error)
@@ -71,6 +75,12 @@ def run_as_dtensor(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return type(made)([_ours(x, args, pairs) for x in made]) if isinstance(made, list | tuple) else made
 
 
+def _ignores_positions(op: Any, operands: Sequence[Tensor]) -> bool:
+    """Whether ``op`` may run on shards by its decomposition: one of elements or a sum, without an index, dim or size."""
+    counted = ("int" in str(a.type).lower() and a.name != "reduction" for a in op._schema.arguments)
+    return not any(counted) and len({x.shape for x in operands if x.ndim}) <= 1
+
+
 def _write_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A plain tensor is written: with full values. Others get its gradient as a DTensor."""
     for x in args[1:]:
@@ -80,7 +90,7 @@ def _write_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch.no_grad():
         own, named = map_operands(full_if_dtensor, args, kwargs)
         op(*own, **named)
-    return args[0]
+    return args[0] if op._schema.returns else None
 
 
 def _replicated_unless_scalar(like: DTensor, x: Any) -> Any:

@@ -29,11 +29,12 @@ from autoshard.module.dtensors.module_dtensor import (
     has_torch_layout,
     is_owned,
     module_dtensor,
+    set_data,
     shard_full,
     sum_partial,
     tensors_of,
 )
-from autoshard.module.dtensors.views import record_view_source, write_full
+from autoshard.module.dtensors.views import VIEWS_IN_PLACE, record_view_source, write_full
 from autoshard.runtime.transport.process_group import all_reduce_sum
 from autoshard.torch_private.dtensor import DTensorSpec, random_ops
 
@@ -232,6 +233,16 @@ handles(
         if sum("Tensor" in str(a.type) for a in op._schema.arguments) == 1
     )
 )(run_on_full)
+
+
+@handles(*VIEWS_IN_PLACE)
+def _view_in_place(op: Any, args: Arguments, kwargs: Options) -> Any:
+    """``x.transpose_(0, 1)``: DTensor changes the shard or the shape, not both."""
+    x, made = args[0], VIEWS_IN_PLACE[op](*args, **kwargs)
+    set_data(x, made)
+    if "_of" in x.__dict__:
+        x.__dict__["_of"] = made.__dict__["_of"]
+    return x
 
 
 @handles("view")

@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autoshard.aten import aten
 from autoshard.errors import LayoutError
 from autoshard.module.dtensors.dispatch import first_rank_generator
 from autoshard.module.dtensors.module_dtensor import (
@@ -47,6 +48,17 @@ _VIEW_NAMES = frozenset(
 _VIEW_GETTERS = frozenset(getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH"))
 """attributes that return a view"""
 
+VIEWS_IN_PLACE = {
+    aten.as_strided_.default: aten.as_strided.default,
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.t_.default: aten.t.default,
+    aten.transpose_.default: aten.transpose.int,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+}
+"""op that changes the shape of its operand → the view of it that the operand then is"""
+
 
 class Viewed(ModuleDTensor):
     """A tensor that may be a view in eager, and a copy here: writes into its source are read."""
@@ -73,7 +85,7 @@ class ViewCopy(Viewed):
         source: Any = args[0] if args else None
         viewed = isinstance(source, DTensor) and "_of" in source.__dict__
         written = written_operands(op, args, kwargs or {})
-        if any(isinstance(x, DTensor) and "_of" in x.__dict__ for x in written):
+        if any(isinstance(x, DTensor) and "_of" in x.__dict__ for x in written) and op not in VIEWS_IN_PLACE:
             with torch.no_grad():
                 if op._schema.arguments[0].is_write:
                     write_full(op, args, kwargs or {})

@@ -92,11 +92,17 @@ def new_attributes(part: nn.Module) -> dict[str, Any]:
 
 
 def set_later(part: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute that programs follow: there is one per value of a constant, and per other assignment."""
+    """Set an attribute that programs follow: there is one per value of a constant, and per other assignment.
+
+    ``NO_ATTRIBUTE`` deletes it.
+    """
     keys: dict[str, tuple[Any, int]] = vars(part)[SET_LATER]
     number = keys[name][1] + 1 if name in keys else 0
     keys[name] = constant_key(value) if isinstance(value, _CONSTANT_TYPES) else (type(value), number), number
-    vars(part)[name] = value
+    if value is NO_ATTRIBUTE:
+        vars(part).pop(name, None)
+    else:
+        vars(part)[name] = value
 
 
 def _drop_removed_hooks(part: nn.Module) -> None:
@@ -121,8 +127,9 @@ def hooks_during_trace(
         for path, module in modules.items():
             own, part = module.__dict__, parts[path]
             for name in vars(part)[SET_LATER]:
-                lent.append((module, name, own.get(name, NO_ATTRIBUTE)))
-                own[name] = copy_with_memo(vars(part)[name], memo)
+                lent.append((module, name, own.pop(name, NO_ATTRIBUTE)))
+                if name in vars(part):  # else deleted
+                    own[name] = copy_with_memo(vars(part)[name], memo)
             if not (path or own_hooks):
                 own.update({kind: OrderedDict() for kind in HOOK_KINDS})
                 continue
@@ -182,7 +189,7 @@ def _refuse_observer(path: str, hook: Callable[..., Any], sees_output: bool) -> 
 
 
 class _TensorUses(TorchFunctionMode):
-    """Records whether the hook computes or asks anything of tensors."""
+    """Records whether the hook computes or asks anything of tensors, and whether it calls ``requires_grad_``."""
 
     any = requires_grad = False
 

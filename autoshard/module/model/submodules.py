@@ -25,7 +25,7 @@ from autoshard.module.dtensors.outputs import ShardedOutput
 from autoshard.module.logits import gather_logits
 from autoshard.module.model.hooks import SET_LATER, set_later, share_hooks
 from autoshard.passes.capture.exported.pytrees import constant_key
-from autoshard.passes.capture.exported.snapshots import items_or_attributes
+from autoshard.passes.capture.exported.snapshots import NO_ATTRIBUTE, items_or_attributes
 from autoshard.torch_private.capture import skip_package
 from autoshard.torch_private.dtensor import CHECKPOINT_PREFIX, ActivationWrapper
 
@@ -156,6 +156,9 @@ class FixedModule(nn.Module):
         if name in self._known or name in self._parameters or name in self._buffers or hasattr(self._original, name):
             _refuse_change(f"{name!r} of a {self._original.__name__} is deleted")
         super().__delattr__(name)
+        part = own["_original_model"].root if "_original_model" in (own := self.__dict__) else self
+        if name in vars(part)[SET_LATER]:
+            set_later(part, name, NO_ATTRIBUTE)
 
 
 def _refuse_on_ours(remove: Callable[..., None]) -> Callable[..., None]:
@@ -316,7 +319,7 @@ def _is_followed(value: Any) -> bool:
     if isinstance(value, dict | list | tuple | set):
         held: Any = items_or_attributes(value)
         return all(map(_is_followed, held.values() if isinstance(held, dict) else held))
-    return not isinstance(value, torch.Tensor | nn.Module | RemovableHandle)
+    return not isinstance(value, torch.Tensor | nn.Module)
 
 
 @functools.cache

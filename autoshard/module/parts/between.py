@@ -169,7 +169,9 @@ class Between:
             if self._taken.get((path, name)) != key:
                 self._taken[path, name] = key
                 parts = self.sharded._original_model.parts
-                own[name] = copy_with_memo(part[name], {id(parts[p]): m for p, m in self.modules.items()})
+                own.pop(name, None)
+                if name in part:  # else deleted
+                    own[name] = copy_with_memo(part[name], {id(parts[p]): m for p, m in self.modules.items()})
 
     def _call(self, path: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of the module at ``path``: of its program, or of its own forward ``plain``."""

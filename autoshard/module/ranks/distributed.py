@@ -41,7 +41,7 @@ from autoshard.module.dtensors.table_wise import (
 from autoshard.module.inputs import InputLayouts, meta_input
 from autoshard.module.logits import ShardedLogits
 from autoshard.module.model.parameters import copy_dtensor
-from autoshard.module.optimizers import patch_grad_scaler, patch_load_state_dict
+from autoshard.module.optimizers import patch_grad_scaler, patch_load_state_dict, patch_steps
 from autoshard.module.programs.call_checks import CallLock
 from autoshard.module.programs.compiling import CompileSettings
 from autoshard.module.programs.executable import Executable, ModuleCall
@@ -249,6 +249,7 @@ class DistributedModule(RankLocalModule):
         set_(self, "_call_lock", CallLock(waits=False))
         patch_grad_scaler()
         patch_load_state_dict()
+        patch_steps()
         if self.is_staged:
             STAGE_MESHES.add(device_mesh)
         set_(self, "_loaded", {})

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from state_harness import Net, both, case, close, full, ids, pair, refused, rows, same_gradients, same_state, steps
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autoshard
+from autoshard.errors import LayoutError
 
 
 @case
@@ -98,3 +102,70 @@ def pruned_after_compiling(mesh: autoshard.Mesh) -> None:
     model, sharded = pair(mesh, lambda: nn.Linear(8, 8), rows())
     with torch.no_grad():
         close(*(m.weight[m.weight > 0.1] for m in (sharded, model)))
+
+
+POSITIONS = {
+    "index_add": lambda p: p.clone().flatten().index_add_(0, torch.tensor([0, p.numel() - 1]), p.new_ones(2)),
+    "index_copy": lambda p: _chosen(p.clone(), p.abs() < 0.2),
+    "quantile": lambda p: p.flatten().quantile(0.3),
+    "strided": lambda p: p.flatten().as_strided((2, 3), (3, 1), 2),
+    "windows": lambda p: p.unfold(0, 3, 2),
+    "stft": lambda p: torch.stft(p.flatten(), 4, window=p.new_ones(4), center=False, return_complex=True).abs(),
+    "turned": lambda p: p.clone().transpose_(0, -1).unsqueeze_(0).contiguous(),
+    "view that is turned": lambda p: p.clone() + p.reshape(p.shape).transpose_(0, -1).mul_(2).transpose(0, -1),
+    "vector times matrix": lambda p: p.flatten(1)[1] @ p.flatten(1).mT @ p.flatten(1) if p.ndim > 1 else p,
+    "norm": lambda p: p.clone().norm().add_(0.1).sqrt_(),
+    "list of means": lambda p: _added([torch.zeros(p.shape[:-1]).double()], [p.mean(-1)])[0],
+}
+"""functions whose result depends on the places of elements, and plain tensors that are written"""
+
+
+def _chosen(p: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    places = mask.reshape(-1).nonzero().flatten()
+    p.view(-1).index_copy_(0, places, p.reshape(-1).index_select(0, places) * 2)
+    return p
+
+
+def _added(sums: list[torch.Tensor], more: list[torch.Tensor]) -> list[torch.Tensor]:
+    torch._foreach_add_(sums, more)
+    return sums
+
+
+@case
+def places_in_the_full_tensor(mesh: autoshard.Mesh) -> None:
+    """What has no rule in DTensor is not computed by a decomposition, on the places in a shard."""
+    model, sharded = pair(mesh, Net, ids())
+    steps(model, sharded, ids())
+    for p, q in zip(sharded.parameters(), model.parameters(), strict=True):
+        for name, function in POSITIONS.items():
+            with torch.no_grad():
+                close(function(p.detach()), function(q.detach()), name)
+
+
+class Mixed(torch.optim.Optimizer):
+    """Makes DTensors of its own, and adds plain tensors to them."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if isinstance(p, DTensor):
+                DTensor.from_local(p.to_local().clone(), p.device_mesh, p.placements).add_(torch.ones(p.shape).double())
+            p.sub_(p.grad)
+
+
+@case
+def an_optimizer_that_dtensor_refuses(mesh: autoshard.Mesh) -> None:
+    """By its name, with the way out; nothing is changed, and with the way out it steps as on one device."""
+    model, sharded = pair(mesh, Net, ids())
+    optimizers = [Mixed(m.parameters()) for m in (model, sharded)]
+    both(model, sharded, lambda m: full(m(ids())[0]).backward())
+    if torch.distributed.is_initialized():
+        with refused(r"Mixed.step\(\) does what DTensor refuses .* autoshard.whole\(optimizer\)", LayoutError):
+            optimizers[1].step()
+        same_state(sharded, model)
+    for optimizer in (optimizers[0], autoshard.whole(optimizers[1])):
+        optimizer.step()
+    same_state(sharded, model)
