@@ -242,6 +242,20 @@ def test_a_submodule_that_its_parent_pickles() -> None:
     assert found.parts == ("into", "generated")
 
 
+def test_modules_that_the_forward_makes_are_shown() -> None:
+    model, args = made("modules_made_in_the_forward")
+    sharded: Any = autoshard.compile(model, ideal(AXES), args)
+    assert sharded.twin is None
+    sharded(*args)
+    assert {"scale.weight", "twin.0.weight"} <= {*sharded.state_dict()}
+    assert {"scale.weight", "scale.bias"} <= {*dict(sharded.named_parameters())}
+    twin = copy.deepcopy(sharded)
+    with torch.no_grad():
+        sharded.scale.weight.zero_()
+    assert not torch.equal(twin(*args), sharded(*args))
+    assert not sharded.eval().scale.training
+
+
 class Branch(nn.Module):
     """Not one graph, without modules that could be parts."""
 

@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.passes.capture.exported.snapshots import SNAPSHOT_DEPTH, cell_contents, items_or_attributes
+from autoshard.passes.capture.exported.snapshots import (
+    MODULE_REGISTRIES,
+    SNAPSHOT_DEPTH,
+    cell_contents,
+    items_or_attributes,
+)
 from autoshard.passes.capture.observer import patched
 
 Memo = dict[int, Any]
@@ -96,18 +101,34 @@ def copy_with_memo(x: Any, memo: Mapping[int, Any]) -> Any:
         return copy.deepcopy(x, {**foreign, **memo})
 
 
+def held_in_attributes(model: nn.Module, own: Collection[int]) -> set[int]:
+    """Those of the ids ``own`` that plain attributes of the model's modules reach: lists, optimizers, closures.
+
+    An RNN's lists of its weights are left out: its forward renews them.
+    """
+    each = [(n, x) for m in model.modules() if not isinstance(m, nn.RNNBase) for n, x in vars(m).items()]
+    return {id(x) for x in _reached([x for n, x in each if n not in MODULE_REGISTRIES], own) if id(x) in own}
+
+
 def _reaches_any(x: Any, own: Collection[int], foreign: dict[int, nn.Module] | None = None) -> bool:
     """Whether ``x`` is or holds an object of ``own`` (ids). ``foreign`` collects other modules."""
-    found, seen, level = False, set[int](), [x]
-    for _ in range(2 * SNAPSHOT_DEPTH):
-        level = [y for y in level if not (id(y) in seen or seen.add(id(y)))]  # type: ignore[func-returns-value]
-        found = found or any(id(y) in own for y in level)
+    found = False
+    for y in _reached([x], own):
+        found = found or id(y) in own
         if found and foreign is None:
             return True
-        if foreign is not None:
-            foreign.update((id(y), y) for y in level if isinstance(y, nn.Module))
-        level = [z for y in level if id(y) not in own for z in _contents_of(y)]
+        if foreign is not None and isinstance(y, nn.Module):
+            foreign[id(y)] = y
     return found
+
+
+def _reached(roots: Iterable[Any], own: Collection[int]) -> Iterator[Any]:
+    """Objects that ``roots`` are or hold, nearest first; those of ``own`` (ids) are ends."""
+    seen, level = set[int](), list(roots)
+    for _ in range(2 * SNAPSHOT_DEPTH):
+        level = [y for y in level if not (id(y) in seen or seen.add(id(y)))]  # type: ignore[func-returns-value]
+        yield from level
+        level = [z for y in level if id(y) not in own for z in _contents_of(y)]
 
 
 def _contents_of(x: Any) -> Iterable[Any]:

@@ -16,11 +16,12 @@ from torch import nn
 
 from autoshard.errors import AutoshardError, BudgetError, LayoutError, PlanError, RuleError
 from autoshard.layout import Layout
-from autoshard.module.model.closures import copy_with_memo, deepcopy_functions, ids_in_model
+from autoshard.module.model.closures import copy_with_memo, deepcopy_functions, held_in_attributes, ids_in_model
 from autoshard.module.model.hooks import HOOK_FLAGS, HOOK_KINDS, SET_LATER
-from autoshard.module.model.submodules import kept_attributes
+from autoshard.module.model.submodules import ShardedSubmodule, kept_attributes
 from autoshard.module.parts.plans import FlopCount
 from autoshard.module.parts.tensors import PlainTensors
+from autoshard.passes.capture.exported.snapshots import parameters_of, replace_in_attributes
 from autoshard.torch_private.autograd import forward_level, peek_interpreter_stack
 from autoshard.torch_private.dispatch import without_dispatch_modes
 
@@ -77,17 +78,27 @@ class Between:
     def renew(self) -> None:
         """Take a fresh copy of the model, as it was before any call."""
         of = self.sharded._original_model
+        named = {**parameters_of(of.model), **dict(of.model.named_buffers(remove_duplicate=False))}
+        # Attributes may hold them, too: lists, optimizers, averages.
+        held = held_in_attributes(of.model, {id(x) for x in named.values()})
+        self._held = [name for name, x in named.items() if id(x) in held]
+        self.plain.read.update(self._held)
         with deepcopy_functions(ids_in_model(of.model)):
-            self.model = copy.deepcopy(of.model)
+            self.model = copy.deepcopy(of.model, {id(x): of.tensor(name) for name, x in named.items()})
         self._taken.clear()
         self.modules = dict(self.model.named_modules())
+        self._own = {id(module) for module in self.modules.values()}
         for path, module in self.modules.items():
+            shown: Any = of.parts[path]._modules
+            for name in [n for n, m in shown.items() if m is not None and not isinstance(m, ShardedSubmodule)]:
+                module.__dict__.pop(name, None)
+                module._modules[name] = shown[name]
             own, part = module.__dict__, of.parts[path].__dict__
             own["_non_persistent_buffers_set"] = part["_non_persistent_buffers_set"]
             for kind in ("_parameters", "_buffers"):
                 own[kind] = self.plain.view(path, part[kind])
             if path and type(module).forward is not nn.Module.forward:
-                own["forward"] = functools.wraps(module.forward)(functools.partial(self._call, path, module.forward))
+                own["forward"] = _Forward(self, path, module.forward)
         self._show()
 
     # --- calls ---
@@ -103,7 +114,8 @@ class Between:
         before = dict(self.refused)
         self.plain.renew()
         try:
-            with self.sharded.same_draws(), self.sharded._original_model.users_own(self.model), self._counted():
+            users_own = self.sharded._original_model.users_own(self.model)
+            with self.sharded.same_draws(), users_own, self._local_references(), self._counted():
                 outputs = self.model(*args, **kwargs) if not path else self.modules[path].forward(*args, **kwargs)
             self.called = True
             return outputs
@@ -116,9 +128,34 @@ class Between:
                 parts[name].training = module.training
             self._show()
 
+    def show_added(self) -> None:
+        """Show modules that the forward has made on the sharded module. They run eagerly, on tensors of their own."""
+        for path, module in self.modules.items():
+            part = vars(self.sharded._original_model.parts[path])
+            for name, made in module._modules.items():
+                if made is not None and id(made) not in self._own and part["_modules"].get(name) is not made:
+                    dict.__setitem__(part["_modules"], name, made)
+                    for shown in (part, vars(self.sharded)) if not path else (part,):
+                        shown.pop(name, None)
+
     def _show(self) -> None:
         """Show the plain attributes of the model on the sharded module: its forward may have set them."""
         self.sharded.__dict__.update(self._plain_attributes())
+
+    @contextlib.contextmanager
+    def _local_references(self) -> Iterator[None]:
+        """Inside, attributes have local tensors in place of DTensors, except optimizers, which read gradients."""
+        tensors = map(self.sharded.tensor, self._held if self.sharded.has_local_tensors else ())
+        pairs = [(x, local) for x in tensors if (local := self.plain.local(x)) is not None]
+        if not pairs:
+            yield
+            return
+        opaque = torch.optim.Optimizer, _Forward
+        replace_in_attributes(self.model, {id(x): local for x, local in pairs}, opaque)
+        try:
+            yield
+        finally:
+            replace_in_attributes(self.model, {id(local): x for x, local in pairs}, opaque)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -185,7 +222,7 @@ class Between:
             object.__setattr__(part, "_settings", replace(part._settings, dynamic=True))
         self._tell_layouts(path, part)
         self.plain.settle()
-        for below, inner in module.named_modules():
+        for below, inner in self._within(path):
             part._original_model.parts[below].training = inner.training
         part.training = module.training
         try:
@@ -205,8 +242,11 @@ class Between:
         """What a refusal holds for: the modes of the module's submodules and grad mode; None: no part here."""
         if peek_interpreter_stack() is not None or forward_level() >= 0:  # programs have no batching rules, no duals
             return None
-        modes = tuple(m.training for m in self.modules[path].modules())
-        return modes, torch.is_grad_enabled()
+        return tuple(m.training for _, m in self._within(path)), torch.is_grad_enabled()
+
+    def _within(self, path: str) -> list[tuple[str, nn.Module]]:
+        """Modules at and below ``path`` by their paths there, without those that the forward has made."""
+        return [(below, m) for below, m in self.modules[path].named_modules() if id(m) in self._own]
 
     def _may_be_part(self, path: str) -> bool:
         module, patterns = self.modules[path], self.sharded._settings.parts
@@ -277,6 +317,20 @@ class Between:
         sharded.relay(dict.fromkeys(names, whole), kept)
         self.plain.laid_out -= {*names}
         self._seen.clear()
+
+
+class _Forward:
+    """The forward of the module at ``path`` between parts; a deep copy is the module's own forward ``plain``."""
+
+    def __init__(self, between: Between, path: str, plain: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, plain)
+        self._between, self._path, self._plain = between, path, plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._between._call(self._path, self._plain, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._plain, memo)
 
 
 def hints_within(hints: Mapping[str, Any] | None, path: str, of: Any) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ import numpy
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoshard.errors import AutoshardError, CaptureError, SharedStateError
 from autoshard.layout import Layout
@@ -30,7 +31,7 @@ def run_in_parts(sharded: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """One call of ``sharded``: as one graph, else by its parts and the code between them."""
     between, mode = sharded._between, _mode_of(sharded)
     if between is not None and ("", mode) in between.refused:
-        return _run(sharded, between, args, kwargs)
+        return _called(sharded, between, args, kwargs)
     try:
         _check_asked_parts(sharded)
         found = sharded._run_one_graph(args, kwargs)
@@ -45,7 +46,7 @@ def run_in_parts(sharded: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     with _split(sharded, refusal) as between:
         if sharded.has_local_tensors and not between.used:
             _rehearse(sharded, between, args, kwargs)
-        return _run(sharded, between, args, kwargs)
+        return _called(sharded, between, args, kwargs)
 
 
 def prepare_parts(sharded: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -94,9 +95,9 @@ def _rehearse(sharded: Any, between: Between, args: tuple[Any, ...], kwargs: dic
                 except Exception:
                     if not plain.late:
                         raise
-            between.renew()
             if plain.late:
                 between.replicate(kept)
+            between.renew()
     finally:
         plain.rehearses = False
 
@@ -111,6 +112,13 @@ def _run(sharded: Any, between: Between, args: tuple[Any, ...], kwargs: dict[str
     leaves = sharded.gathered_inputs(leaves, spec)
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     return between(args, kwargs)
+
+
+def _called(sharded: Any, between: Between, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One call whose writes stay."""
+    outputs = _run(sharded, between, args, kwargs)
+    between.show_added()
+    return outputs
 
 
 def _check_options(sharded: Any, refusal: AutoshardError) -> None:
@@ -182,9 +190,16 @@ def _undone(sharded: Any) -> Iterator[dict[str, torch.Tensor]]:
     names = list(sharded._original_model.slots)
     before = {name: sharded._full(sharded.tensor(name).detach()) for name in names}
     states = torch_state.generator_states(), random.getstate(), numpy.random.get_state()
+    parts = map(vars, sharded._original_model.parts.values())
+    places = [(own, dict(own)) for part in parts for own in (part["_parameters"], part["_buffers"])]
     try:
         yield before
     finally:
+        for own, held in places:
+            for name in [name for name in own if name not in held]:  # registered by the forward
+                del own[name]
+            # Assigned by the forward; a rank's DTensor is the choice of a part.
+            own.update({n: x for n, x in held.items() if x is None or not isinstance(own.get(n), DTensor)})
         torch_state.set_generator_states(states[0])
         random.setstate(states[1])
         numpy.random.set_state(states[2])

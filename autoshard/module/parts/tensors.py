@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 
@@ -52,7 +53,7 @@ class PlainTensors:
         of, found = self.sharded._original_model, {}
         for name in names:
             fqn = f"{path}.{name}"
-            local = self._local(x) if fqn in self.read and isinstance(x := of.tensor(fqn), DTensor) else None
+            local = self.local(of.tensor(fqn)) if fqn in self.read else None
             if local is not None:
                 found[name] = local
         return found
@@ -63,14 +64,14 @@ class PlainTensors:
 
     def of(self, path: str, name: str, x: Any) -> Any:
         """``x`` of the module at ``path``."""
-        if x is None:
-            return x
         fqn = f"{path}.{name}" if path else name
+        if fqn not in self.sharded._original_model.slots:  # None, or registered by the forward
+            return x
         self.late = self.late or fqn not in self.read
         self.read.add(fqn)
         if not isinstance(x, DTensor):
             return x
-        found = self._local(x)
+        found = self.local(x)
         if found is None and self.rehearses:
             return self.sharded._full(x.detach()).requires_grad_(x.requires_grad)
         return x if found is None else found
@@ -79,9 +80,9 @@ class PlainTensors:
         """The tensor of which ``x`` is the local one; else ``x``: ``functional_call`` puts back what it found."""
         return next((owner for owner, local in self._of_call.values() if local is x), x)
 
-    def _local(self, x: DTensor) -> torch.Tensor | None:
-        """The local tensor of a replicated one; None if it is sharded."""
-        if any(p.is_shard() for p in x.placements):
+    def local(self, x: Any) -> torch.Tensor | None:
+        """The local tensor of a replicated DTensor; None if it is sharded, or none."""
+        if not isinstance(x, DTensor) or any(p.is_shard() for p in x.placements):
             return None
         if id(x) not in self._of_call:
             with torch.enable_grad():  # parts read it, too, where gradients are recorded
@@ -95,6 +96,16 @@ class _View(dict[str, Any]):
     def __init__(self, plain: PlainTensors, path: str, tensors: dict[str, Any]) -> None:
         super().__init__()
         self._plain, self._path, self._tensors = plain, path, tensors
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        """Tensors of a copy of the module, which is none of the sharded model's: new ones."""
+        for name, x in self.items():
+            owner = self._tensors[name]
+            if owner is not None and id(owner) not in memo:
+                made = x.detach().clone()
+                kept = nn.Parameter(made, x.requires_grad) if isinstance(owner, nn.Parameter) else made
+                memo[id(owner)] = memo[id(x)] = kept
+        return {name: owner if owner is None else memo[id(owner)] for name, owner in self._tensors.items()}
 
     def __getitem__(self, name: str) -> Any:
         return self._plain.of(self._path, name, self._tensors[name])

@@ -32,7 +32,7 @@ NO_ATTRIBUTE = object()
 _VALUE_TYPES = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _STATELESS_MODULES = ("builtins", "functools", "torch")
 """packages whose callables are functions without state"""
-_MODULE_REGISTRIES = ("_parameters", "_buffers", "_modules")
+MODULE_REGISTRIES = ("_parameters", "_buffers", "_modules")
 """dicts of a module in which a trace replaces the tensors itself"""
 ITERATOR_MODULES = ("builtins", "itertools", "_collections")
 """modules of Python's own functions, generators and iterators"""
@@ -120,11 +120,12 @@ def cell_contents(cell: CellType) -> Any:
         return None
 
 
-def take_snapshot(roots: Iterable[Any]) -> ContentsSnapshot:
-    """Snapshot of ``roots`` and everything reachable within :data:`SNAPSHOT_DEPTH` levels."""
+def take_snapshot(roots: Iterable[Any], opaque: tuple[type, ...] = ()) -> ContentsSnapshot:
+    """Snapshot of ``roots`` and everything reachable within :data:`SNAPSHOT_DEPTH` levels, not through ``opaque``."""
     found: dict[int, tuple[Any, Any]] = {}
     level = list(roots)
     for _ in range(SNAPSHOT_DEPTH):
+        level = [x for x in level if not isinstance(x, opaque)]
         new = [(x, held) for x in level if id(x) not in found and (held := items_or_attributes(x)) is not None]
         found.update((id(x), (x, held)) for x, held in new)
         level = [y for _, held in new for y in (held.values() if isinstance(held, dict) else held)]
@@ -162,10 +163,10 @@ def restore_snapshot(contents: ContentsSnapshot) -> None:
             kind.update(attributes, {name: x for name, x in held.items() if name not in slots})
 
 
-def replace_in_attributes(model: nn.Module, by: Mapping[int, Any]) -> None:
+def replace_in_attributes(model: nn.Module, by: Mapping[int, Any], opaque: tuple[type, ...] = ()) -> None:
     """Replace tensors and modules in attributes of the model's modules, also ids used as keys.
 
-    ``by``: id → replacement. So a forward finds entries that it looks up by identity.
+    ``by``: id → replacement. So a forward finds entries that it looks up by identity. ``opaque``: objects to leave.
     """
 
     def now(x: Any) -> Any:
@@ -177,10 +178,10 @@ def replace_in_attributes(model: nn.Module, by: Mapping[int, Any]) -> None:
     def key(x: Any) -> Any:
         return id(by[x]) if type(x) is int and x in by else now(x)
 
-    each = [(vars(m), n, x) for m in model.modules() for n, x in vars(m).items() if n not in _MODULE_REGISTRIES]
+    each = [(vars(m), n, x) for m in model.modules() for n, x in vars(m).items() if n not in MODULE_REGISTRIES]
     for attributes, name, x in each:
         attributes[name] = now(x)
-    for holder, held in take_snapshot(x for _, _, x in each):
+    for holder, held in take_snapshot((x for _, _, x in each), opaque):
         if isinstance(held, dict):
             restore_snapshot([(holder, {key(x): now(y) for x, y in held.items()})])
         else:

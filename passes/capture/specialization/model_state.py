@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -64,6 +65,8 @@ _MAX_SCANNED_ITEMS = _MAX_CONTAINER_ITEMS**2
 
 _RNN_PARAMETER_LISTS = ("_flat_weights", "_flat_weight_refs")
 """parameter lists of recurrent layers, which torch rebuilds whenever a trace replaces one"""
+_DECIDING = "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __bool__ __hash__ __int__ __float__".split()
+"""methods by which a number decides what Python does"""
 _STATE_REGISTRIES = {"parameter": "_parameters", "buffer": "_buffers", "module": "_modules"}
 
 
@@ -146,18 +149,24 @@ def _small_contents(names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_created_state(before: StateBeforeCall) -> None:
-    """Refuse a forward that creates parameters, buffers or modules: a program would repeat it."""
+    """Refuse a forward that creates or replaces parameters, buffers or modules: a program would lose them."""
     for path, module, _, contents in before:
         if not isinstance(module, nn.Module):
             continue
         for kind, holder in _STATE_REGISTRIES.items():
-            had = {name for name, x in contents[holder] if x != _comparable_contents(None)}
-            if made := [n for n, x in vars(module)[holder].items() if x is not None and n not in had]:
-                name = f"{path}.{made[0]}" if path else made[0]
-                raise CaptureError(
-                    f"the forward creates the {kind} {name!r} in its first call. Create it in "
-                    "__init__, or call the model once before compiling it."
-                )
+            had = dict(contents[holder])
+            for leaf, x in vars(module)[holder].items():
+                name, known = f"{path}.{leaf}" if path else leaf, had.get(leaf, _NONE)
+                if x is not None and known == _NONE:
+                    raise CaptureError(
+                        f"the forward creates the {kind} {name!r} in its first call. Create it in "
+                        "__init__, or call the model once before compiling it."
+                    )
+                if x is not None and kind != "buffer" and known != _ByIdentity(x):
+                    raise CaptureError(
+                        f"the forward puts another {kind} in the place of {name!r}, which a program would lose. "
+                        "Write to its tensors in place."
+                    )
 
 
 def record_left_state(before: StateBeforeCall) -> None:
@@ -203,10 +212,11 @@ def check_second_call(model: nn.Module, graph: Graph, retrace: Callable[[], Grap
     left, grows = dict(_left_state.get()), list(_growing_state.get())
     if not left:
         return
+    compared: set[str] = set()
     with attributes_restored(model), recording_outside_reads():
         stand_in = _DatalessCopies()
-        for attributes, name, value, contents in left.values():
-            attributes[name] = stand_in(value)
+        for dotted, (attributes, name, value, contents) in left.items():
+            attributes[name] = _counter(stand_in(value), partial(compared.add, dotted))
             restore_snapshot([(holder, stand_in.in_held(held)) for holder, held in contents])
         failed = None
         try:
@@ -214,6 +224,8 @@ def check_second_call(model: nn.Module, graph: Graph, retrace: Callable[[], Grap
         except Exception as error:
             same, failed = False, error
         grows = [name for name in grows if name in _growing_state.get()]
+        # Where a number that every call changes decides something, a later call may decide otherwise.
+        same = same and not any(_left_state.get()[n][2] != left[n][2] for n in compared & _left_state.get().keys())
     if not same:
         raise SecondCallError(left, graph) from failed
     if grows:
@@ -221,6 +233,34 @@ def check_second_call(model: nn.Module, graph: Graph, retrace: Callable[[], Grap
             f"the forward adds to {', '.join(map(repr, grows))} in every call, and its program would lose "
             "those values. Return them from the forward, and collect them (or update the metric) outside."
         )
+
+
+def _counter(value: Any, compared: Callable[[], None]) -> Any:
+    """``value``; of a number a twin that calls ``compared`` when it, or a number computed of it, decides something."""
+    if type(value) not in (int, float):
+        return value
+    kind: Any = type(value)
+
+    def plain(x: Any) -> Any:
+        return kind.__add__(x, 0)
+
+    def asks(name: str) -> Any:
+        def method(x: Any, *others: Any) -> Any:
+            compared()
+            return getattr(kind, name)(x, *others)
+
+        return method
+
+    def computes(name: str, is_right: bool) -> Any:
+        def method(x: Any, y: Any) -> Any:
+            return _counter(getattr(operator, name)(*((y, plain(x)) if is_right else (plain(x), y))), compared)
+
+        return method
+
+    methods = {name: asks(name) for name in _DECIDING}
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+        methods |= {f"__{name}__": computes(name, False), f"__r{name}__": computes(name, True)}
+    return type(kind.__name__, (kind,), methods)(value)
 
 
 class SecondCallError(CaptureError):
@@ -315,6 +355,8 @@ def _comparable_contents(
     items = tuple((k if isinstance(k, str) else _ByIdentity(k), inside(v)) for k, v in held.items())
     return items if isinstance(x, dict) else (_ByIdentity(x), items)
 
+
+_NONE = _comparable_contents(None)
 
 log = logging.getLogger("autoshard")
 

@@ -265,6 +265,79 @@ class Duals(nn.Module):
         return self.head(self.body(x)) * slope.norm().item()
 
 
+class Referring(nn.Module):
+    """Attributes hold parameters: a list, their averages, and an optimizer that steps in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.body, self.head = nn.Linear(8, 8), _mlp(8, 32, 8), nn.Linear(8, 3)
+        self.held = list(self.body.parameters())
+        self.averages = [(p, p.detach().clone()) for p in self.held]
+        self.optimizer = torch.optim.SGD(self.inner.parameters(), 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        F.mse_loss(self.inner(x), x).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        apart = sum((p - old).square().sum() for p, old in self.averages)
+        with torch.no_grad():
+            for p, old in self.averages:
+                old.lerp_(p, 0.1)
+        sizes = sum(p.abs().sum() for p in self.held)
+        return self.head(self.body(self.inner(x).detach())).square().mean() + apart + 0.1 * sizes
+
+
+class Growing(nn.Module):
+    """Makes a layer in its first call, and a frozen copy of its body in every second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.calls = _mlp(8, 32, 8), nn.Linear(8, 3), 0
+        self.twin: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.calls == 0:
+            self.add_module("scale", nn.Linear(8, 8, dtype=x.dtype))
+            self.register_parameter("shift", nn.Parameter(x.new_zeros(8)))
+        if self.calls % 2 == 0:
+            self.twin = copy.deepcopy(self.body).requires_grad_(False)
+        self.calls += 1
+        found = self.body(x) + self.shift
+        return self.head(self.scale(found)).square().mean() + F.mse_loss(found, self.twin(x + 0.1))
+
+
+class Codebook(nn.Module):
+    """Every call puts another parameter in the place of its codebook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = _mlp(8, 32, 4), nn.Linear(4, 8)
+        self.codes = nn.Embedding(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.into(x)
+        chosen = F.one_hot(torch.cdist(found, self.codes.weight).argmin(1), 6).to(x.dtype)
+        coded = chosen @ self.codes.weight
+        means = chosen.T @ found / chosen.sum(0).clamp(min=1)[:, None]
+        self.codes.weight = nn.Parameter(0.9 * self.codes.weight + 0.1 * means)
+        return F.mse_loss(self.out(found + (coded - found).detach()), x) + F.mse_loss(found, coded.detach())
+
+
+class Annealed(nn.Module):
+    """A counter decides in every second call about a weight that the next call reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.calls, self.weight = _mlp(8, 32, 8), nn.Linear(8, 3), 0, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.head(self.body(x)).square().mean() * self.weight
+        self.calls += 1
+        if self.calls % 2 == 0:
+            self.weight = max(self.weight * 0.5, 0.1)
+        return found
+
+
 def _rows() -> tuple[torch.Tensor]:
     return (torch.randn(4, 8),)
 
@@ -283,6 +356,10 @@ CASES: dict[str, Family] = {
     "sparse_inputs": Family(SparseInputs, lambda: (torch.randn(4, 8), torch.eye(4).to_sparse())),
     "a_function_in_the_forward": Family(Reversal, _rows),
     "duals": Family(Duals, _rows),
+    "references_to_parameters": Family(Referring, _rows),
+    "modules_made_in_the_forward": Family(Growing, _rows),
+    "parameters_put_in_place": Family(Codebook, _rows),
+    "a_counter_that_decides": Family(Annealed, _rows),
 }
 
 
