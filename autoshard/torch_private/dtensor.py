@@ -34,11 +34,8 @@ _RULES = [
 
 
 def has_rule(op: Any) -> bool:
-    """Whether DTensor has a rule of ``op`` itself. Else torch >= 2.12 may infer one from a decomposition.
-
-    The rule of ``as_strided`` takes global strides for those of the shard.
-    """
-    return op is not torch.ops.aten.as_strided.default and any(op in known for known in _RULES)
+    """Whether DTensor has a rule of ``op`` itself. Else torch >= 2.12 may infer one from a decomposition."""
+    return any(op in known for known in _RULES)
 
 
 def dispatch_subclass(kind: type[DTensor]) -> None:

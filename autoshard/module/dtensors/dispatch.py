@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autoshard.aten import aten
 from autoshard.module.dtensors.module_dtensor import (
     ModuleDTensor,
     full_if_dtensor,
@@ -41,7 +42,8 @@ def run_as_dtensor(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """
     pairs: list[tuple[ModuleDTensor, DTensor]] = []
     plain = [x for x in written_operands(op, args, kwargs) if type(x) is Tensor]
-    if not has_rule(op) and (made := op.decompose(*args, **kwargs)) is not NotImplemented:
+    ruled = has_rule(op) and op is not aten.as_strided.default  # which takes global strides for those of the shard
+    if not ruled and (made := op.decompose(*args, **kwargs)) is not NotImplemented:
         return made  # in inference mode; its operations come here
     if plain:
         return (_write_plain if op._schema.arguments[0].is_write else run_on_full)(op, args, kwargs)
@@ -58,7 +60,7 @@ def run_as_dtensor(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             if x.requires_grad and not isinstance(x, DTensor):
                 with_plain_gradient(x)
     try:
-        if not (has_rule(op) or _ignores_positions(op, tensors_of(args, kwargs))):
+        if not (ruled or _ignores_positions(op, tensors_of(args, kwargs))):
             raise NotImplementedError(f"DTensor has no rule of {op}, and would infer one from a decomposition")
         made = op(*own, **named)
     except (NotImplementedError, RuntimeError) as error:

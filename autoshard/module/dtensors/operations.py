@@ -238,7 +238,13 @@ handles(
 @handles(*VIEWS_IN_PLACE)
 def _view_in_place(op: Any, args: Arguments, kwargs: Options) -> Any:
     """``x.transpose_(0, 1)``: DTensor changes the shard or the shape, not both."""
-    x, made = args[0], VIEWS_IN_PLACE[op](*args, **kwargs)
+    x, view = args[0], VIEWS_IN_PLACE[op]
+    if x.gathers:
+        name = view.overloadpacket.__name__
+        raise LayoutError(
+            f"{name}_() changes the shape of a sharded output ({list(x.shape)}): use the result of {name}()"
+        )
+    made = view(*args, **kwargs)
     set_data(x, made)
     if "_of" in x.__dict__:
         x.__dict__["_of"] = made.__dict__["_of"]

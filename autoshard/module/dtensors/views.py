@@ -87,11 +87,11 @@ class ViewCopy(Viewed):
         written = written_operands(op, args, kwargs or {})
         if any(isinstance(x, DTensor) and "_of" in x.__dict__ for x in written) and op not in VIEWS_IN_PLACE:
             with torch.no_grad():
-                if op._schema.arguments[0].is_write:
+                if op._schema.arguments[0].is_write and isinstance(source, Tensor):
                     write_full(op, args, kwargs or {})
                 else:
                     write_each(op, args, kwargs or {}, written)
-            return written[0]
+            return written[0] if op._schema.returns else None
         made = super().__torch_dispatch__(op, types, args, kwargs)
         return record_view_source(source, made, op, args[1:]) if viewed and is_view_op(op) else made
 
@@ -237,9 +237,10 @@ def write_full(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
     own, named = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), (tuple(args[1:]), dict(kwargs)))
     whole = source.full_tensor().clone()
     view = _replay_views(whole, steps)
+    before = x.shape, view.stride()
     with same_draws_on_ranks(write, source, named):
         write(view, *own, **named)
-    if view.shape != x.shape:
+    if (view.shape, view.stride()) != before:
         raise LayoutError(
             f"{write.__name__}() changes the shape of a sharded output ({list(x.shape)} to "
             f"{list(view.shape)}): use the result of {write.__name__.rstrip('_')}() instead"

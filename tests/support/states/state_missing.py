@@ -115,6 +115,7 @@ POSITIONS = {
     "view that is turned": lambda p: p.clone() + p.reshape(p.shape).transpose_(0, -1).mul_(2).transpose(0, -1),
     "vector times matrix": lambda p: p.flatten(1)[1] @ p.flatten(1).mT @ p.flatten(1) if p.ndim > 1 else p,
     "norm": lambda p: p.clone().norm().add_(0.1).sqrt_(),
+    "list of views": lambda p: _added([p.clone().reshape(-1)[1:]], [p.reshape(-1)[1:]])[0],
     "list of means": lambda p: _added([torch.zeros(p.shape[:-1]).double()], [p.mean(-1)])[0],
 }
 """functions whose result depends on the places of elements, and plain tensors that are written"""

@@ -224,6 +224,8 @@ def attributes_that_are_set_later(mesh: autoshard.Mesh) -> None:
         steps(model, sharded, rows())
         losses.append(float(full(sharded(rows())[0]).detach()))
     assert len(set(losses)) == len(losses)  # each was read
+    both(model, sharded, lambda m: delattr(m[0], "factor"))
+    steps(model, sharded, rows())
     model, sharded = pair(mesh, lambda: Net(p=0.1), ids())
     both(model, sharded, lambda m: setattr(m.layers[0].drop, "p", 0.7))
     steps(model, sharded, ids())
