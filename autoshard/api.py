@@ -252,7 +252,7 @@ def _as_configured(asked: dict[str, Any], mesh: Mesh, example: Any) -> dict[str,
 _DEFAULTS = {"micro_batches": 1, "recompute": "auto", "schedule": "1f1b"}
 
 
-_INTEGRATIONS = {"transformers.trainer": "autoshard.hugging_face", "peft.peft_model": "autoshard.peft"}
+_INTEGRATIONS = {"transformers.trainer": "autoshard.hugging_face", "peft.peft_model": "autoshard.module.adapters"}
 """modules of others → those of ours that prepare their classes for sharded modules"""
 
 

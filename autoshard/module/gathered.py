@@ -18,7 +18,7 @@ from autoshard.module.model.hooks import FORWARD_HOOKS, HOOK_FLAGS, SET_LATER
 from autoshard.module.parts.between import kept_out
 from autoshard.module.programs.call_checks import collective_method
 from autoshard.module.sharded_module import ShardedModule
-from autoshard.passes.capture.exported.tensor_attributes import with_user_class
+from autoshard.passes.capture.exported.tensor_attributes import MOVED_MARK, with_user_class
 
 
 @collective_method
@@ -74,6 +74,8 @@ def changed_modules(sharded: ShardedModule) -> Iterator[nn.Module]:
         return
     model = gathered_model(sharded)
     yield model
+    for p in sharded.parameters():  # an optimizer may have them
+        setattr(p, MOVED_MARK, None)
     settings = sharded._settings
     options = replace(settings, opts=replace(settings.opts, plan=None), kept_out=kept_out(model))
     base = next(c for c in type(sharded).__mro__ if c.__module__.startswith("autoshard.module."))

@@ -21,6 +21,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 from trl.kernels import chunked_logprob
 
 import autoshard
+from autoshard.errors import CaptureError
 
 WORDS = "<pad> <eos> <unk> a b c d e f g h i j k l m n o p q".split()
 
@@ -145,9 +146,8 @@ def tuned(folder: str, place: Any, kind: str, order: str) -> Any:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    if (kind, order) != ("prompt", "before"):  # refused: it sets methods
-        with model.disable_adapter(), torch.no_grad():
-            losses.append(float(model(**batch).loss))
+    with model.disable_adapter(), torch.no_grad():
+        losses.append(float(model(**batch).loss))
     losses.append(float(model(**batch).loss))
     model.save_pretrained(folder)
     saved = {n: x.flatten().tolist() for n, x in load_file(f"{folder}/adapter_model.safetensors").items()}
@@ -156,6 +156,9 @@ def tuned(folder: str, place: Any, kind: str, order: str) -> Any:
         again = PeftModel.from_pretrained(place(gpt(), order == "compiled"), folder)
         found["loaded"] = float(again(**batch).loss)
     if kind != "prompt":
+        if place is sharded:
+            with pytest.raises(CaptureError, match="Use merge_and_unload"):
+                model.merge_adapter()
         merged = model.merge_and_unload()
         assert not isinstance(merged, autoshard.ShardedModule)
         found["merged"] = {n: x.flatten().tolist() for n, x in merged.state_dict().items()}
@@ -189,6 +192,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         f"{kind}_{order}": (tuned, {"kind": kind, "order": order})
         for kind in ("lora", "dora", "ia3", "prompt")
         for order in ("before", "after", "compiled")
+        if (kind, order) != ("prompt", "before")  # its prompts could not be saved
     },
 }
 

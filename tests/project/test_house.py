@@ -27,7 +27,6 @@ FLOORS = (
         "hugging_face",
         "accelerate",
         "lightning",
-        "peft",
         "check",
         "api",
         "transfers",

@@ -232,7 +232,7 @@ def test_what_is_imported_is_declared() -> None:
     imported = set[str]().union(*(_imported(path.read_text(encoding="utf-8")) for path in files))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extra = set[str]().union(
-        *(_declared(project["optional-dependencies"][name]) for name in ("hugging_face", "lightning"))
+        *(_declared(project["optional-dependencies"][name]) for name in ("hugging_face", "lightning", "peft"))
     )
     assert imported - extra == _declared(project["dependencies"])
     assert extra <= imported

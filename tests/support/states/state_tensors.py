@@ -261,9 +261,14 @@ def modules_put_inside(mesh: autoshard.Mesh) -> None:
         if example:
             steps(model, sharded, ids())
         both(model, sharded, lambda m: setattr(m.layers[0].drop, "p", 0.7))
+        old = torch.optim.SGD(sharded.parameters(), 0.1) if example else None
         put(model)
         with changed_modules(sharded) as inside:
             put(inside)
+        if old is not None:
+            old.zero_grad()
+            with refused("this optimizer has the parameters of a model from before", autoshard.AutoshardError):
+                old.step()
         with pytest.raises(PlanError, match="nothing is compiled yet"):
             sharded.state_dict()
         both(model, sharded, lambda m: (torch.manual_seed(2), m(ids())))

@@ -14,6 +14,7 @@ from peft.peft_model import PeftModel
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
+from autoshard.errors import CaptureError
 from autoshard.module.gathered import changed_modules, gathered_model
 from autoshard.module.model.submodules import ShardedSubmodule, save_full
 from autoshard.module.sharded_module import ShardedModule
@@ -84,6 +85,14 @@ def _changed(tuner: Any, sharded: ShardedModule, theirs: Callable[[nn.Module], A
 def _unloaded(tuner: Any, sharded: ShardedModule, theirs: Callable[[nn.Module], Any], *_: Any) -> Any:
     """The full model on every rank; the sharded one stays as it is. Collective."""
     return theirs(gathered_model(sharded))
+
+
+@_for_sharded(BaseTuner, "merge_adapter", "unmerge_adapter")
+def _refused(tuner: Any, *_: Any) -> None:
+    raise CaptureError(
+        f"an adapter of a {type(tuner).__name__} is merged in a sharded module, whose programs read base and adapter "
+        "apart. Use merge_and_unload(): it returns the full merged model on every rank, and changes nothing here."
+    )
 
 
 @_for_sharded(PeftModel, "load_adapter")
