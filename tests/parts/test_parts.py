@@ -281,6 +281,27 @@ def test_a_length_that_one_program_takes_for_a_long_one() -> None:
     assert outcome(family, AXES, parts=None).verdict == "refused"
 
 
+class Toggled(nn.Module):
+    """The statistics of a submodule are switched off for one of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.head(self.body(x))
+        self.body[1].track_running_stats = False
+        more = self.head(self.body(x * 3)) if float(x.sum()) < 1e9 else found
+        self.body[1].track_running_stats = True
+        return found + more
+
+
+def test_attributes_that_plain_code_sets_on_a_part() -> None:
+    found = outcome(Family(Toggled, lambda: (torch.randn(6, 8),)), AXES)
+    assert found.verdict == "equal", found.said
+    assert {"body", "head"} <= {*found.parts}
+
+
 class Branch(nn.Module):
     """Not one graph, without modules that could be parts."""
 
