@@ -256,6 +256,52 @@ def test_modules_that_the_forward_makes_are_shown() -> None:
     assert not sharded.eval().scale.training
 
 
+class Clusters(nn.Module):
+    """Rows go to the layers of their clusters; the last one is always empty, and a trace takes it for a long one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        of, found = (x.sum(1) > 0).long(), x
+        for number, layer in enumerate(self.layers):
+            rows = (of == number).nonzero().squeeze(1)
+            if rows.numel() == 0:
+                continue
+            found = found.index_copy(0, rows, layer(x.index_select(0, rows)))
+        return found
+
+
+def test_a_length_that_one_program_takes_for_a_long_one() -> None:
+    family = Family(Clusters, lambda: (torch.randn(6, 8),))
+    found = outcome(family, AXES)
+    assert found.verdict == "equal", found.said
+    assert found.parts == ("layers.0", "layers.1")
+    assert outcome(family, AXES, parts=None).verdict == "refused"
+
+
+class Toggled(nn.Module):
+    """The statistics of a submodule are switched off for one of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.head(self.body(x))
+        self.body[1].track_running_stats = False
+        more = self.head(self.body(x * 3)) if float(x.sum()) < 1e9 else found
+        self.body[1].track_running_stats = True
+        return found + more
+
+
+def test_attributes_that_plain_code_sets_on_a_part() -> None:
+    found = outcome(Family(Toggled, lambda: (torch.randn(6, 8),)), AXES)
+    assert found.verdict == "equal", found.said
+    assert {"body", "head"} <= {*found.parts}
+
+
 class Branch(nn.Module):
     """Not one graph, without modules that could be parts."""
 

@@ -87,7 +87,10 @@ class Between:
             self.model = copy.deepcopy(of.model, {id(x): of.tensor(name) for name, x in named.items()})
         self._taken.clear()
         self.modules = dict(self.model.named_modules())
-        self._own = {id(module) for module in self.modules.values()}
+        self._own = {
+            id(m): [(n, x) for n, x in vars(m).items() if n != "training" and type(x) in (bool, int, float, str)]
+            for m in self.modules.values()
+        }
         for path, module in self.modules.items():
             shown: Any = of.parts[path]._modules
             for name in [n for n, m in shown.items() if m is not None and not isinstance(m, ShardedSubmodule)]:
@@ -205,7 +208,8 @@ class Between:
         for name, key in part[SET_LATER].items():
             if self._taken.get((path, name)) != key:
                 self._taken[path, name] = key
-                parts = self.sharded._original_model.parts
+                parts, of = self.sharded._original_model.parts, id(self.modules[path])
+                self._own[of] = [(n, x) for n, x in self._own[of] if n != name]
                 own.pop(name, None)
                 if name in part:  # else deleted
                     own[name] = copy_with_memo(part[name], {id(parts[p]): m for p, m in self.modules.items()})
@@ -214,7 +218,8 @@ class Between:
         """A call of the module at ``path``: of its program, or of its own forward ``plain``."""
         module = self.modules[path]
         mode = self._mode(path)
-        if mode is None or (path, mode) in self.refused or not self._may_be_part(path) or self.plain.are_replaced(path):
+        are_set = self.plain.are_replaced(path) or self._has_set(path)
+        if mode is None or (path, mode) in self.refused or not self._may_be_part(path) or are_set:
             self.own[path] = type(module).__name__
             return plain(*args, **kwargs)
         part = self._part(path)
@@ -243,6 +248,11 @@ class Between:
         if peek_interpreter_stack() is not None or forward_level() >= 0:  # programs have no batching rules, no duals
             return None
         return tuple(m.training for _, m in self._within(path)), torch.is_grad_enabled()
+
+    def _has_set(self, path: str) -> bool:
+        """Whether plain code has set a number, flag or string of a module at or below ``path``: its program has it not."""
+        each = [(vars(m), self._own[id(m)]) for _, m in self._within(path)]
+        return any(own.get(name) != x for own, held in each for name, x in held)
 
     def _within(self, path: str) -> list[tuple[str, nn.Module]]:
         """Modules at and below ``path`` by their paths there, without those that the forward has made."""

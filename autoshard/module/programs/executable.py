@@ -42,6 +42,7 @@ from autoshard.plans.plan import Compiled
 from autoshard.runtime.operations.checks import (
     EXACTLY,
     OTHER_BUFFERS,
+    TOO_SHORT,
     is_specialization_error,
     is_specialization_message,
 )
@@ -491,6 +492,10 @@ def run_first_match(serve: Callable[[int], Served], served: Iterable[int] = ()) 
         except RuntimeError as error:
             if not is_specialization_error(error):
                 raise
+            if TOO_SHORT in str(error):
+                said = RuntimeMismatchError(f"{error}. Every program of this model needs a longer one. Pad, or mask.")
+                said.untraceable = True
+                raise said from error
             if number == numbers[-1]:
                 advice = _BUFFER_ADVICE if OTHER_BUFFERS in str(error) else _INPUT_ADVICE
                 said = RuntimeMismatchError(

@@ -24,7 +24,8 @@ def check_range(index: Tensor, size: int | Tensor, *, least: int = 0, ignored: i
 
 OTHER_VALUES = "the program was compiled for inputs with other integers"
 OTHER_BUFFERS = "a buffer of the model that controls the forward has changed"
-"""messages of errors for which another program is compiled instead"""
+TOO_SHORT = "a length that depends on the data is too small for the compiled program"
+"""messages of errors for which another program, or the code between parts, takes the call"""
 
 
 @torch.library.custom_op("autoshard::exactly", mutates_args=())
@@ -57,4 +58,4 @@ def is_specialization_check(fn: object, args: Sequence[object]) -> bool:
 
 def is_specialization_message(text: str) -> bool:
     """Whether ``text`` contains the message of a specialization check."""
-    return OTHER_VALUES in text or OTHER_BUFFERS in text
+    return any(message in text for message in (OTHER_VALUES, OTHER_BUFFERS, TOO_SHORT))

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from autoshard.frames import frame_location_text, users_frame
-from autoshard.runtime.operations.checks import OTHER_BUFFERS, OTHER_VALUES, exactly
+from autoshard.runtime.operations.checks import OTHER_BUFFERS, OTHER_VALUES, TOO_SHORT, exactly
 from autoshard.torch_private.ops import assert_async, check
 
 GUARD_MODEL_CHECK = "the model's check of its values fails"
 GUARD_FINITE = "a number is infinite or NaN, but the compiled program is for finite numbers"
-GUARD_LENGTH = "a length that depends on the data is too small for the compiled program"
+GUARD_LENGTH = TOO_SHORT
 GUARD_BUFFER = OTHER_BUFFERS
 GUARD_INTEGERS = OTHER_VALUES
 

@@ -1,7 +1,8 @@
 """State that a forward leaves in attributes of the model: the second-call check, and warm-up calls.
 
 A program is of one call. If a forward leaves state (a counter, a filled cache, a growing list), it
-is traced again from that state. If both graphs are equal, no forward reads the state. State that
+is traced again from that state. If both graphs are equal, no forward reads the state, except for a
+number that both calls change and an ``if`` reads: a later call may decide otherwise. State that
 grows in both calls is collected for code outside (batches of a metric), which would find nothing:
 it is refused.
 

@@ -60,6 +60,20 @@ def counted(self: Net, x: Tensor) -> Any:
     return self.n
 
 
+def scheduled(self: Net, x: Tensor) -> Any:
+    """The first two calls compute the same, the hundredth something else."""
+    self.n += 1
+    if (self.n - 1.5) * 2 > 200:
+        self.cached = 2.0
+    return positions(x) * (self.cached or 1.0)
+
+
+def only_counted(self: Net, x: Tensor) -> Any:
+    self.n = self.n + 1
+    self.known["calls"] = f"{self.n / 2:.1f}"
+    return positions(x)
+
+
 class Net(nn.Module):
     def __init__(self, table: Callable[[Net, Tensor], Any]) -> None:
         super().__init__()
@@ -92,6 +106,7 @@ REFUSED: dict[str, Callable[[Net, Tensor], Any]] = {
     "drawn": of(lambda s, x: torch.randn(8)),
     "other in the first call": other,
     "other in every call": counted,
+    "other in a later call": scheduled,
 }
 
 
@@ -107,3 +122,9 @@ def test_what_is_no_cache_is_refused_and_nothing_changed(name: str, float64: Non
     assert torch.equal(drawn, torch.get_rng_state())
     assert (model.cached, model.n, model.known) == (None, 0, {})
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+
+
+@pytest.mark.one_graph
+def test_a_counter_that_decides_nothing_is_no_state(float64: None) -> None:
+    torch.manual_seed(0)
+    assert autoshard.compile(Net(only_counted), ideal({"tp": 2}), (torch.randn(4, 6, 8),)).parts == ("",)
