@@ -67,10 +67,10 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 80031,
-    "tokens": 678912,
-    "lines over 100 columns": 4833,
-    "files": 362,
+    "lines": 80564,
+    "tokens": 683550,
+    "lines over 100 columns": 4890,
+    "files": 364,
     "files under 60 lines": 9,
     "names at module level in 3 or more files": 7,
     "numeric constants at module level": 94,
