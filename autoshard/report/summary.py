@@ -20,7 +20,7 @@ from autoshard.report.record import Choice, ComparedRow, Cost, Record
 Described = TypeVar("Described", bound=Record)
 
 STATED_ERRORS = {
-    "h100": "−19% to +4% on 16 published training steps",
+    "h100": "−20% to +4% on 16 published training steps",
     "a100": "−9% to +6% on 12 published training steps",
 }
 """device → errors of predicted steps (docs/internals/cost_model.md, plans of ``like=`` alone)"""

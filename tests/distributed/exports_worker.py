@@ -25,8 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoshard
 from autoshard.models import Llama, LlamaConfig
 
-FOLDER = Path(sys.argv[2]).parent
-
 
 class LanguageModel(nn.Module):
     """Mean cross entropy of a tiny Llama, whose logits have float64."""
@@ -59,7 +57,7 @@ class SentBytes(TorchDispatchMode):
 
 def written(plan: autoshard.Plan, name: str) -> SimpleNamespace:
     """The names of the exported source."""
-    path = FOLDER / f"{name}_{dist.get_rank()}.py"
+    path = Path(sys.argv[2]).parent / f"{name}_{dist.get_rank()}.py"
     path.write_text(plan.export("torch").files["parallelize.py"])
     return SimpleNamespace(**runpy.run_path(str(path)))
 

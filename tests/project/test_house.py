@@ -68,8 +68,8 @@ MOST_LINES = 600
 
 LIMITS = {
     "lines": 80564,
-    "tokens": 683550,
-    "lines over 100 columns": 4890,
+    "tokens": 683554,
+    "lines over 100 columns": 4891,
     "files": 364,
     "files under 60 lines": 9,
     "names at module level in 3 or more files": 7,

@@ -163,7 +163,7 @@ def check_created_state(before: StateBeforeCall) -> None:
                         f"the forward creates the {kind} {name!r} in its first call. Create it in "
                         "__init__, or call the model once before compiling it."
                     )
-                if x is not None and kind != "buffer" and known != _ByIdentity(x):
+                if isinstance(x, nn.Parameter | nn.Module) and known != _ByIdentity(x):  # no tensor of a conversion
                     raise CaptureError(
                         f"the forward puts another {kind} in the place of {name!r}, which a program would lose. "
                         "Write to its tensors in place."
