@@ -45,7 +45,7 @@ def _method(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..
                 own = model.get_submodule(path)
                 return theirs(own, *[own.model if x is self.model else x for x in args], **kwargs)
 
-            return ours(self, sharded, inside, *args)
+            return ours(self, sharded, inside, *args, **kwargs)
         holder, name = _base(self)
         sharded = holder.get(name)
         if isinstance(self, ShardedModule) or not isinstance(sharded, ShardedModule):
@@ -58,7 +58,7 @@ def _method(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..
             finally:
                 holder[name] = sharded
 
-        return ours(self, sharded, on, *args)
+        return ours(self, sharded, on, *args, **kwargs)
 
     return method
 
@@ -76,19 +76,19 @@ def _owner(part: ShardedSubmodule) -> tuple[Any, str]:
 
 
 @_for_sharded(BaseTuner, "inject_adapter", "_cast_adapter_dtype", "delete_adapter")
-def _changed(tuner: Any, sharded: ShardedModule, theirs: Callable[[nn.Module], Any], *_: Any) -> Any:
+def _changed(tuner: Any, sharded: ShardedModule, theirs: Callable[[nn.Module], Any], *_: Any, **__: Any) -> Any:
     with changed_modules(sharded) as model:
         return theirs(model)
 
 
 @_for_sharded(BaseTuner, "merge_and_unload", "unload")
-def _unloaded(tuner: Any, sharded: ShardedModule, theirs: Callable[[nn.Module], Any], *_: Any) -> Any:
+def _unloaded(tuner: Any, sharded: ShardedModule, theirs: Callable[[nn.Module], Any], *_: Any, **__: Any) -> Any:
     """The full model on every rank; the sharded one stays as it is. Collective."""
     return theirs(gathered_model(sharded))
 
 
 @_for_sharded(BaseTuner, "merge_adapter", "unmerge_adapter")
-def _refused(tuner: Any, *_: Any) -> None:
+def _refused(tuner: Any, *_: Any, **__: Any) -> None:
     raise CaptureError(
         f"an adapter of a {type(tuner).__name__} is merged in a sharded module, whose programs read base and adapter "
         "apart. Use merge_and_unload(): it returns the full merged model on every rank, and changes nothing here."
@@ -97,15 +97,21 @@ def _refused(tuner: Any, *_: Any) -> None:
 
 @_for_sharded(PeftModel, "load_adapter")
 def _loaded(
-    model: Any, sharded: ShardedModule, theirs: Callable[[nn.Module], Any], folder: Any, adapter: str = "", *_: Any
+    model: Any,
+    sharded: ShardedModule,
+    theirs: Callable[[nn.Module], Any],
+    model_id: Any,
+    adapter_name: str,
+    *_: Any,
+    **__: Any,
 ) -> Any:
-    if sharded._original_model.adopted and adapter in model.peft_config:
+    if sharded._original_model.adopted and adapter_name in model.peft_config:
         return theirs(sharded)
     return _changed(model, sharded, theirs)
 
 
 @_for_sharded(PeftModel, "_setup_prompt_encoder")
-def _prompted(model: Any, sharded: ShardedModule, theirs: Callable[[nn.Module], Any], *_: Any) -> None:
+def _prompted(model: Any, sharded: ShardedModule, theirs: Callable[[nn.Module], Any], *_: Any, **__: Any) -> None:
     if sharded._original_model.adopted:
         theirs(sharded)
         return

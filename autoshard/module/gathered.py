@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autoshard.errors import PlanError
 from autoshard.module.model.closures import copy_with_memo, deepcopy_functions, ids_in_model
-from autoshard.module.model.hooks import FORWARD_HOOKS, HOOK_FLAGS, SET_LATER
+from autoshard.module.model.hooks import FORWARD_HOOKS, HOOK_FLAGS, SET_LATER, take_later
 from autoshard.module.parts.between import kept_out
 from autoshard.module.programs.call_checks import collective_method
 from autoshard.module.sharded_module import ShardedModule
@@ -44,7 +44,8 @@ def gathered_model(sharded: ShardedModule) -> nn.Module:
     for path, module in modules.items():
         part, own = vars(of.parts[path]), module.__dict__
         module.training = part["training"]
-        own.update({n: copy_with_memo(part[n], memo) for n in part[SET_LATER]})
+        for name in part[SET_LATER]:
+            take_later(own, of.parts[path], name, memo)
         for kind in FORWARD_HOOKS if of.adopted else ():
             had = own[kind]
             hooks = ((n, had[n] if n in had else copy_with_memo(hook, memo)) for n, hook in part[kind].items())

@@ -67,9 +67,9 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 80564,
-    "tokens": 683554,
-    "lines over 100 columns": 4891,
+    "lines": 80574,
+    "tokens": 683621,
+    "lines over 100 columns": 4892,
     "files": 364,
     "files under 60 lines": 9,
     "names at module level in 3 or more files": 7,

@@ -105,6 +105,14 @@ def set_later(part: nn.Module, name: str, value: Any) -> None:
         vars(part)[name] = value
 
 
+def take_later(own: dict[str, Any], part: nn.Module, name: str, memo: Mapping[int, Any]) -> Any:
+    """Take attribute ``name`` as it was set or deleted later on ``part`` into ``own``, of its module; the value before."""
+    before = own.pop(name, NO_ATTRIBUTE)
+    if name in vars(part):
+        own[name] = copy_with_memo(vars(part)[name], memo)
+    return before
+
+
 def _drop_removed_hooks(part: nn.Module) -> None:
     for kind, (theirs, given) in vars(part).get(HOOK_SNAPSHOT, {}).items():
         for number in given - theirs.keys():
@@ -126,10 +134,7 @@ def hooks_during_trace(
     try:
         for path, module in modules.items():
             own, part = module.__dict__, parts[path]
-            for name in vars(part)[SET_LATER]:
-                lent.append((module, name, own.pop(name, NO_ATTRIBUTE)))
-                if name in vars(part):  # else deleted
-                    own[name] = copy_with_memo(vars(part)[name], memo)
+            lent += [(module, name, take_later(own, part, name, memo)) for name in vars(part)[SET_LATER]]
             if not (path or own_hooks):
                 own.update({kind: OrderedDict() for kind in HOOK_KINDS})
                 continue

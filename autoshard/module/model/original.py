@@ -220,7 +220,7 @@ class OriginalModel:
         for path in self.parts.keys() & before.keys():
             self.parts[path].training = before[path].training
             if (own := vars(before[path]))["_original"] is self.parts[path]._original:
-                vars(self.parts[path]).update({n: own[n] for n in (SET_LATER, *own[SET_LATER])})
+                vars(self.parts[path]).update({n: own[n] for n in (SET_LATER, *own[SET_LATER]) if n in own})
         return True
 
     @property

@@ -16,8 +16,8 @@ from torch import nn
 
 from autoshard.errors import AutoshardError, BudgetError, LayoutError, PlanError, RuleError
 from autoshard.layout import Layout
-from autoshard.module.model.closures import copy_with_memo, deepcopy_functions, held_in_attributes, ids_in_model
-from autoshard.module.model.hooks import HOOK_FLAGS, HOOK_KINDS, SET_LATER
+from autoshard.module.model.closures import deepcopy_functions, held_in_attributes, ids_in_model
+from autoshard.module.model.hooks import HOOK_FLAGS, HOOK_KINDS, SET_LATER, take_later
 from autoshard.module.model.submodules import ShardedSubmodule, kept_attributes
 from autoshard.module.parts.plans import FlopCount
 from autoshard.module.parts.tensors import PlainTensors
@@ -210,9 +210,7 @@ class Between:
                 self._taken[path, name] = key
                 parts, of = self.sharded._original_model.parts, id(self.modules[path])
                 self._own[of] = [(n, x) for n, x in self._own[of] if n != name]
-                own.pop(name, None)
-                if name in part:  # else deleted
-                    own[name] = copy_with_memo(part[name], {id(parts[p]): m for p, m in self.modules.items()})
+                take_later(own, parts[path], name, {id(parts[p]): m for p, m in self.modules.items()})
 
     def _call(self, path: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of the module at ``path``: of its program, or of its own forward ``plain``."""

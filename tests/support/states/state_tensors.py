@@ -226,6 +226,12 @@ def attributes_that_are_set_later(mesh: autoshard.Mesh) -> None:
     assert len(set(losses)) == len(losses)  # each was read
     both(model, sharded, lambda m: delattr(m[0], "factor"))
     steps(model, sharded, rows())
+    if not sharded.is_staged:  # copies have what is set and lack what is deleted
+        close(gathered_model(sharded)(rows())[0], model(rows())[0])
+        with changed_modules(sharded):
+            pass
+        both(model, sharded, lambda m: m(rows()))
+        steps(model, sharded, rows())
     model, sharded = pair(mesh, lambda: Net(p=0.1), ids())
     both(model, sharded, lambda m: setattr(m.layers[0].drop, "p", 0.7))
     steps(model, sharded, ids())
