@@ -27,6 +27,7 @@ def projected(axes: dict[str, int], devices: tuple[int, ...], **asked: Any) -> a
     return autoshard.project(model, devices, args, mesh=axes, **{"hardware": "h100", **asked})
 
 
+@pytest.mark.slow_cases("{'dp': 8, 'tp': 8}-{'like': {'dp': 'fsdp', 'tp': 'megatron-sp'}}")
 @pytest.mark.parametrize(
     ("axes", "asked"),
     [
@@ -66,6 +67,7 @@ def test_the_first_row_is_the_plan_and_the_table_has_all() -> None:
     assert all(row.fits for row in small)
 
 
+@pytest.mark.slow
 def test_a_measured_step_scales_compute() -> None:
     free = projected({"dp": 8}, (8, 64), like="fsdp")
     seconds = 1.3 * free[0].step_s
@@ -107,6 +109,7 @@ def test_what_cannot_be_projected_is_refused(
         projected(axes, devices, **{"like": "fsdp", **asked})
 
 
+@pytest.mark.slow
 def test_a_search_ends_in_time_with_what_it_has() -> None:
     with torch.device("meta"):
         model, ids = Llama(LlamaConfig.tiny()).train(), torch.zeros(8, 16, dtype=torch.long)

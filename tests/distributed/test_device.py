@@ -39,7 +39,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
     return found
 
 
-@pytest.mark.slow_cases("dlrm", "local_inputs", "convolutions", "inputs_on_the_device")
+@pytest.mark.slow_cases("llama_in_shards", "dlrm", "local_inputs", "convolutions", "inputs_on_the_device")
 @pytest.mark.parametrize("check", CHECKS)
 def test_steps_on_a_device(outcomes: dict[str, str], check: str) -> None:
     assert outcomes[check] == "", outcomes[check]

@@ -102,7 +102,10 @@ def test_a_rank_that_raises_in_its_forward(tmp_path: Path) -> None:
     seconds, text = seconds_and_text(other)
     assert seconds < SOON
     assert re.match(rf"CommunicationError: {IN_FORWARD}: rank 1 failed: MemoryError: no", text), text
-    disagree, lost = "the ranks disagree on whether an earlier call failed", "an earlier call stopped between its collec"
+    disagree, lost = (
+        "the ranks disagree on whether an earlier call failed",
+        "an earlier call stopped between its collec",
+    )
     for said in (other, failed):  # by the agreement, by a look while it is waited for, or since that look failed
         told = re.findall(rf"then: \w+Error: .*({disagree}|{lost})", said)
         assert len(told) == 2, said

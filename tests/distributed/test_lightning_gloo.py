@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,20 +15,7 @@ from lightning_worker import CASES, outcome
 
 FAST = {"shared"}
 
-
-@pytest.fixture(scope="session")
-def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """What a case came to in a world of two ranks that runs all chosen ones."""
-    chosen = [i.callspec.params["name"] for i in request.session.items if i.function is test_as_one_device]
-
-    @functools.cache
-    def results() -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp("lightning")
-        names = ",".join([*chosen, "refusals"])
-        found: dict[str, Any] = json.loads(world.start("lightning_worker.py", 2, folder, names, timeout=280))
-        return found
-
-    return lambda name: results()[name]
+sharded = world.cases("lightning_worker.py", __name__, "test_as_one_device", also=["refusals"])
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in CASES])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,20 +17,7 @@ FAST = {"nanogpt"}
 MOST_LINES = 5
 """lines that a script may change or add to be sharded"""
 
-
-@pytest.fixture(scope="session")
-def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """What a loop came to in a world of two ranks that runs all chosen ones."""
-    chosen = [i.callspec.params["name"] for i in request.session.items if i.function is test_as_one_device]
-    chosen = [name for name in chosen if name != "ignite" or importlib.util.find_spec("ignite")]
-
-    @functools.cache
-    def results() -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp("loops")
-        found: dict[str, Any] = json.loads(world.start("loops_worker.py", 2, folder, ",".join(chosen), timeout=280))
-        return found
-
-    return lambda name: results()[name]
+sharded = world.cases("loops_worker.py", __name__, "test_as_one_device")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in loops.LOOPS])

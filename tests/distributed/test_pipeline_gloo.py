@@ -13,9 +13,7 @@ from pipeline_cases import CASES
 from state_sweep import IN_PROCESSES
 
 FAST = {
-    "beside_a_module_on_these_ranks",
     "gpt_1f1b",
-    "called_in_a_checkpoint",
     "one_verdict",
     "what_users_do_with_their_own",
 }

@@ -27,6 +27,18 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return lambda name: results(chosen.index(name) // AT_ONCE)[name]
 
 
+@pytest.mark.slow_cases(
+    "wrapped_in_ddp",
+    "prepared_by_accelerate",
+    "optimizers_load_whole_states",
+    "a_save_beside_training",
+    "pruned_after_compiling",
+    "places_in_the_full_tensor",
+    "draws_in_weights_gradients_and_outputs",
+    "backwards_under_vmap_are_refused",
+    "views_of_parameters_that_were_written_since",
+    "shards_are_written_to_no_file",
+)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in CASES])
 def test_as_the_unsharded_model(outcome: Callable[[str], str], name: str) -> None:
     found = outcome(name)

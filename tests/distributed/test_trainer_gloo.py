@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,21 +13,9 @@ import world
 from largest_error import differences
 from trainer_worker import CASES, flat, outcome
 
-FAST = {"metrics", "stream", "first", "recomputed"}
+FAST = {"metrics", "first", "recomputed"}
 
-
-@pytest.fixture(scope="session")
-def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """What a case came to in a world of two ranks that runs all chosen ones."""
-    chosen = [i.callspec.params["name"] for i in request.session.items if i.function is test_as_one_device]
-
-    @functools.cache
-    def results() -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp("trainer")
-        found: dict[str, Any] = json.loads(world.start("trainer_worker.py", 2, folder, ",".join(chosen), timeout=280))
-        return found
-
-    return lambda name: results()[name]
+sharded = world.cases("trainer_worker.py", __name__, "test_as_one_device")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in CASES])

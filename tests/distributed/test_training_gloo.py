@@ -75,6 +75,15 @@ SLOW = {
     "parts_of_one_move_as_one",
     "gradients_of_experts_twice",
     "random_walks",
+    "train_gpt",
+    "device_mesh",
+    "other_dtensors",
+    "full_states_of_torch",
+    "jagged_bags_of_one_owner",
+    "rows_are_sent_from_where_they_lie",
+    "experts_of_one_owner",
+    "a_model_names_its_own_plan",
+    "gradients_through_sharded_logits",
 }
 """what only --run-slow runs, as all in the larger world: others train, and in one process others check the same"""
 

@@ -25,7 +25,15 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return world.outcomes("transfer_worker.py", request.param, tmp_path_factory.mktemp("transfers"), names, timeout=280)
 
 
-@pytest.mark.slow_cases("2 ranks-*", "*-fused_names", "*-a_wrapped_model", "*-stages*")
+@pytest.mark.slow_cases(
+    "4 ranks-small_buffers_and_dtypes",
+    "4 ranks-folders",
+    "4 ranks-beside_training",
+    "2 ranks-*",
+    "*-fused_names",
+    "*-a_wrapped_model",
+    "*-stages*",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_transfer(outcomes: dict[str, str], name: str) -> None:
     assert outcomes[name] == "", outcomes[name]

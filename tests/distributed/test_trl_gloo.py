@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,19 +14,7 @@ pytest.importorskip("peft")
 
 from trl_worker import CASES, outcome
 
-
-@pytest.fixture(scope="session")
-def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """What a case came to in a world of two ranks that runs all chosen ones."""
-    chosen = [i.callspec.params["name"] for i in request.session.items if i.function is test_as_one_device]
-
-    @functools.cache
-    def results() -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp("trl")
-        found: dict[str, Any] = json.loads(world.start("trl_worker.py", 2, folder, ",".join(chosen), timeout=1200))
-        return found
-
-    return lambda name: results()[name]
+sharded = world.cases("trl_worker.py", __name__, "test_as_one_device", timeout=1200)
 
 
 @pytest.mark.slow

@@ -14,9 +14,11 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 HERE = Path(__file__).parent
 SUPPORT = HERE.parent / "support"
@@ -60,6 +62,27 @@ def start(script: str, ranks: int, folder: Path, *arguments: str, timeout: float
     assert answer == "0", log
     assert "Warning" not in log or "AUTOSHARD_TEST_DEVICE" in os.environ, log
     return (folder / "result.json").read_text("utf-8")
+
+
+def cases(
+    script: str, module: str, test: str, *, ranks: int = 2, also: Sequence[str] = (), timeout: float = 280
+) -> Callable[..., Any]:
+    """A fixture: case → its outcome in one world that runs all chosen cases of ``module.test``, and ``also`` these."""
+
+    @pytest.fixture(scope="session")
+    def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+        items = [i for i in request.session.items if (i.function.__module__, i.function.__name__) == (module, test)]
+        names = ",".join([*(i.callspec.params["name"] for i in items), *also])
+
+        @functools.cache
+        def results() -> dict[str, Any]:
+            folder = tmp_path_factory.mktemp("world")
+            found: dict[str, Any] = json.loads(start(script, ranks, folder, names, timeout=timeout))
+            return found
+
+        return lambda name: results()[name]
+
+    return outcome
 
 
 def outcomes(script: str, ranks: int, folder: Path, names: list[str], timeout: float) -> dict[str, str]:

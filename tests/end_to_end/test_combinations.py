@@ -38,6 +38,7 @@ COMBINED: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 FAST = {"stages-fsdp-selective", "zero2-parts-cast"}
 
 
+@pytest.mark.slow_cases("stages-fsdp-selective")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in COMBINED])
 def test_together(name: str) -> None:
     kind, axes, asked = COMBINED[name]

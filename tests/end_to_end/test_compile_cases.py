@@ -142,6 +142,7 @@ class Zoo(nn.Module):
         return self.Result(loss, {"best": logits.argmax(-1), "logits": [logits, None, 3], "mask": mask})
 
 
+@pytest.mark.slow_cases("{'dp': 2, 'tp': 2}")
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2, "tp": 2}, {"a": 3}], ids=str)
 def test_zoo(axes: dict[str, int]) -> None:
     tokens = torch.randint(0, 13, (4, 6), generator=torch.Generator().manual_seed(0))

@@ -40,6 +40,10 @@ def reference(name: str) -> Case:
 
 
 @pytest.mark.slow_cases(
+    "vit-tp2",
+    "moe-tp2",
+    "llama-dp2tp2",
+    "gpt-dp2tp2",
     "*-tp4",
     "*-dp4",
     "moe-tp1",
@@ -65,7 +69,16 @@ def transformer(name: str, batch: int, vocabulary: int) -> Case:
 
 
 @pytest.mark.slow_cases(
-    "*-dp2tp2sp2", "*-dp4", "*-tp[12]", "t5-tp4", "bert-tp4", "gpt2-tp4", "bert-dp2tp2", "gpt2-dp2tp2", "t5-*"
+    "llama-tp4",
+    "*-dp2tp2sp2",
+    "*-dp4",
+    "*-tp[12]",
+    "t5-tp4",
+    "bert-tp4",
+    "gpt2-tp4",
+    "bert-dp2tp2",
+    "gpt2-dp2tp2",
+    "t5-*",
 )
 @pytest.mark.parametrize(("name", "mesh"), cases(("llama", "gpt2", "bert", "t5")))
 def test_transformers(name: str, mesh: str) -> None:

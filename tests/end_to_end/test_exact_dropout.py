@@ -74,6 +74,7 @@ def stepped(sharded: Any, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return (out.full_tensor() if hasattr(out, "full_tensor") else out).detach(), gradients
 
 
+@pytest.mark.slow_cases("{'dp': 2}-ddp", "{'dp': 2, 'tp': 2}-{'dp': 'fsdp', 'tp': 'megatron-sp'}")
 @pytest.mark.parametrize(("mesh", "like"), MESHES, ids=str)
 def test_a_recomputation_drops_the_same(mesh: dict[str, int], like: Any) -> None:
     """Outputs and gradients are those without recomputation, from a seed; another draw differs."""
@@ -143,6 +144,7 @@ def test_the_price_of_dropout_on_a_gpu() -> None:
     assert seconds["exact"] > 2 * seconds["none"]
 
 
+@pytest.mark.slow
 def test_on_gpus_by_default() -> None:
     """A plan for GPUs keeps no attention weights; verify is exact in any case."""
     model, x = Model(), torch.randn(4, 8, 32)

@@ -49,6 +49,7 @@ PLAIN = Case(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_difference_is_seen_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: an all-reduce that leaves every rank its summand."""
     real: Callable[..., Any] = autoshard.runtime.all_reduce

@@ -182,7 +182,9 @@ def test_rotary_tables_of_a_16_bit_model_keep_their_digits() -> None:
     assert not torch.equal(exact.inverse_frequencies, exact.inverse_frequencies.bfloat16().float())
 
 
-@pytest.mark.slow_cases("*mlp*", "*gpt*", "*dlrm*", "*vit*")
+@pytest.mark.slow_cases(
+    "llama-torch.float16", "moe-torch.float16", "moe-torch.bfloat16", "*mlp*", "*gpt*", "*dlrm*", "*vit*"
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_trains_in_mixed_precision(family: str, dtype: torch.dtype) -> None:

@@ -42,6 +42,7 @@ def test_real_models(name: str, mesh: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert share > (0.75 if ranks == 3 else 0.9), f"{share:.1%} of the work is divided"
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: without the all-reduce of gradients the comparison fails."""
     model, args, kwargs = build("gpt2", monkeypatch)

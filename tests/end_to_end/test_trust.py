@@ -27,6 +27,7 @@ def report(kind: Kind, setting: Mapping[str, Any], steps: int = 2) -> autoshard.
     return autoshard.verify(kind.make().double(), ideal(asked.pop("mesh")), (), kind.inputs(), steps=steps, **asked)
 
 
+@pytest.mark.slow_cases("draws of recomputed blocks-0", "norm of a gated delta rule's output-0")
 @pytest.mark.parametrize(
     ("name", "number"), [pytest.param(*c, marks=[pytest.mark.slow] * (c[1] > 0)) for c in CASES], ids=str
 )

@@ -74,6 +74,7 @@ def fields(kind: str, text: str) -> set[str]:
     return inner | (set() if kind == "torchtitan" else set(data))
 
 
+@pytest.mark.slow_cases("tensor parallel-torchtitan", "stages-torchtitan")
 @pytest.mark.parametrize("kind", DOCUMENTED)
 @pytest.mark.parametrize("plan", [usual, staged], ids=["tensor parallel", "stages"])
 def test_only_documented_fields_are_written(kind: str, plan: Any) -> None:
@@ -174,6 +175,13 @@ def test_files_are_written(tmp_path: Any) -> None:
 # --- and back ---
 
 
+@pytest.mark.slow_cases(
+    "tp=2-tp=megatron-vllm",
+    "dp=2,tp=2-dp=fsdp,tp=megatron-transformers",
+    "cp=2-cp=ulysses-megatron",
+    "dp=2,tp=2-dp=zero1,tp=megatron-deepspeed",
+    "dp=2,tp=2-dp=fsdp,tp=megatron-sp-torchtitan",
+)
 @pytest.mark.parametrize(
     ("axes", "like", "kind"),
     [
@@ -199,6 +207,7 @@ def test_what_is_written_is_read(axes: str, like: str, kind: str, tmp_path: Any)
     assert again.zero == plan.zero
 
 
+@pytest.mark.slow
 def test_stages_and_micro_batches_are_read(tmp_path: Any) -> None:
     path = str(staged().export("megatron").write(tmp_path)[0])
     with torch.device("meta"):
@@ -280,6 +289,7 @@ def test_words_of_targets_are_words_of_features() -> None:
     assert {word for target in TARGETS.values() for word in target.words} <= yielded
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     from autoshard.cli import main
 

@@ -20,6 +20,7 @@ from autoshard import CaptureError, PlanError, compiler
 AXES = {"tp": 2}
 
 
+@pytest.mark.slow_cases("momentum_in_place", "triplets", "a_solver", "matching")
 @pytest.mark.parametrize("name", parts_cases.CASES)
 def test_trains_as_on_one_device(name: str) -> None:
     sharded = check(name)
@@ -37,6 +38,7 @@ def test_a_model_that_is_one_graph_has_one_part() -> None:
     assert sharded.plan == autoshard.compile(model, ideal(AXES), (x,), parts=None).plan
 
 
+@pytest.mark.slow
 def test_plans_and_their_sum() -> None:
     model, args = made("matching")
     sharded = autoshard.compile(model, ideal(AXES), args)
@@ -119,6 +121,7 @@ def test_parts_by_name() -> None:
         autoshard.compile(model, ideal(AXES), parts="backbone")
 
 
+@pytest.mark.slow
 def test_a_module_that_is_kept_out() -> None:
     model, args = made("matching")
     autoshard.eager(model.decoder.linear1)
@@ -142,6 +145,7 @@ def test_what_needs_one_graph_says_what_is_in_the_way() -> None:
             autoshard.compile(model, ideal(AXES), args, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_errors_of_the_model_change_nothing() -> None:
     """A wrong shape fails in eager, too: it is the refusal of the first call, and nothing is taken over."""
     model, (x, labels) = made("matching")
@@ -207,6 +211,7 @@ class ScaledLinear(nn.Linear):
         return super().forward(x) * scale
 
 
+@pytest.mark.slow
 def test_a_part_that_always_needs_another_program_runs_eagerly() -> None:
     model, x = Scaled().double(), torch.randn(4, 8).double()
     sharded = autoshard.compile(model, ideal(AXES))
@@ -296,6 +301,7 @@ class Toggled(nn.Module):
         return found + more
 
 
+@pytest.mark.slow
 def test_attributes_that_plain_code_sets_on_a_part() -> None:
     found = outcome(Family(Toggled, lambda: (torch.randn(6, 8),)), AXES)
     assert found.verdict == "equal", found.said

@@ -71,6 +71,7 @@ def plans() -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_every_field_of_a_plan_of_another_kind(tmp_path: Path) -> None:
     """What is read can be shown and written, too: nothing fails later."""
     draw, counted = random.Random(0), {True: 0, False: 0}

@@ -92,6 +92,7 @@ def test_what_cannot_be_is_refused(asked: dict[str, Any], message: str) -> None:
         planned(Mesh({"pp": 2}, PRESETS["h100"]), **asked)
 
 
+@pytest.mark.slow
 def test_a_second_program_has_as_many() -> None:
     """In training and without gradients, and for another batch: parameters stay in their stages."""
     torch.manual_seed(0)

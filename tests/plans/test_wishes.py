@@ -27,6 +27,7 @@ def planned(axes: dict[str, int], **asked: Any) -> Plan:
 STAGED = {"stages": "pp", "micro_batches": 4}
 
 
+@pytest.mark.slow_cases("{'stages': 'pp', 'micro_batches': 4, 'schedule': 'gpipe'}")
 @pytest.mark.parametrize(
     "asked",
     [

@@ -186,7 +186,19 @@ def _dtype(asked: list[str], tmp_path: Path) -> tuple[set[str], str]:
     return {plan.dtypes[n] for n, kind in plan.kinds.items() if kind == "parameter"}, products.pop()
 
 
-@pytest.mark.slow_cases("mixed-hf:llama", "dtype-hf:llama", "gpu-hf:llama")
+@pytest.mark.slow_cases(
+    "cpu-llama",
+    "cpu-moe",
+    "dtype-llama",
+    "cpu-hf:llama",
+    "dtype-moe",
+    "gpu-llama",
+    "gpu-moe",
+    "mixed-llama",
+    "mixed-hf:llama",
+    "dtype-hf:llama",
+    "gpu-hf:llama",
+)
 @pytest.mark.parametrize("model", ["llama", "moe", "hf:llama"])
 @pytest.mark.parametrize(
     ("asked", "kept", "computed"),
@@ -209,6 +221,7 @@ def test_a_users_model_keeps_its_dtype_unless_asked(tmp_path: Path) -> None:
     assert _dtype([*asked, "--dtype", "bfloat16"], tmp_path) == ({"bfloat16"}, "bfloat16")
 
 
+@pytest.mark.slow
 def test_a_plan_in_16_bits_is_verified_in_16_bits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, small = tmp_path / "plan.json", ["llama", "--batch", "2", "--seq", "8"]
     like = ["--like", "megatron", "--mesh", "tp=2", "--hardware", "h100"]
@@ -269,6 +282,11 @@ def test_examples_of_the_help_are_in_it(command: str, capsys: pytest.CaptureFixt
 LARGE = ("llama:8b", "--devices", "gpt:small")
 
 
+@pytest.mark.slow_cases(
+    "autoshard explain gpt head.weight --mesh dp=2,tp=2 --hardware ideal_network",
+    "autoshard show gpt --mesh dp=2,tp=2 --out plan.html",
+    "autoshard verify moe --mesh ep=2 --like expert",
+)
 @pytest.mark.parametrize(
     "command",
     [

@@ -210,6 +210,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_sequence, "ring_strategies", pieces_of)
 
 
+@pytest.mark.slow
 def test_combines_with_other_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two axes that gather together, one beside heads of either kind (also uneven ones), beside samples; a head at a time."""
     monkeypatch.setattr(context_parallel, "CHUNK_BYTES", 1)
@@ -240,6 +241,7 @@ def test_trains_as_one_device(name: str, axes: dict[str, int]) -> None:
     assert labels <= PIECES | {"heads", "query heads"}
 
 
+@pytest.mark.slow_cases("packed")
 @pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize(
     "name", ["window", "packed", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ALiBi, causal", "later rows"))]
@@ -306,6 +308,7 @@ def test_kept_bytes_are_those_that_autograd_keeps(axes: dict[str, int]) -> None:
     assert compiled.plan.memory.activations == pytest.approx(kept_bytes(compiled), rel=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("asked")
 def test_made_again_in_the_backward() -> None:
     """Whole blocks run again, their gathers included; what is sent is what the plan says."""

@@ -185,6 +185,7 @@ def test_a_pipeline_of_transformers() -> None:
     assert len(made[0][0][0]["generated_text"].split("w")) > 6
 
 
+@pytest.mark.slow
 def test_requests_that_come_and_are_taken_away_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop of docs/examples/serving.py makes the tokens of one device, by two programs."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs" / "examples")
@@ -209,6 +210,7 @@ def test_requests_that_come_and_are_taken_away_at_random(monkeypatch: pytest.Mon
     assert len(sharded.programs) == 2
 
 
+@pytest.mark.slow
 def test_a_plan_as_transformers_says_it() -> None:
     model = llama()
     plan = autoshard.plan(model, {"tp": 2}, (TOKENS,), training=False, like="megatron")

@@ -60,6 +60,7 @@ def test_weights_lie_as_is_cheapest_for_all_calls() -> None:
     assert found == {1: ["R@x", "R@x"], 1000: ["R@x", "S(0)@x"]}
 
 
+@pytest.mark.slow
 def test_what_a_token_takes() -> None:
     model, mesh = llama(), Mesh({"tp": 2})
     profile, given = {"prefill": 1, "decode": 11}, {"training": False, "like": "megatron"}

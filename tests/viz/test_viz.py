@@ -81,6 +81,7 @@ def test_a_redistribution_starts_where_the_one_before_ended() -> None:
         assert a.reason.split(" → ")[1].split(" (")[0] == b.reason.split(": ", 1)[1].split(" → ")[0]
 
 
+@pytest.mark.slow
 def test_equal_layers_are_one_box() -> None:
     boxes = [c for c in drawing(deep_llama()).root.children if isinstance(c, Box) and c.path.startswith("blocks.")]
     members = [m for box in boxes for m in box.members]
@@ -149,6 +150,7 @@ def test_no_name_leaves_the_data_block(odd: Plan) -> None:
 # --- other formats ---
 
 
+@pytest.mark.slow_cases("vit", "moe")
 @pytest.mark.parametrize("name", ["llama", "moe", "dlrm", "vit", "mlp"])
 def test_json_validates_and_reads_back(name: str) -> None:
     schema = json.loads(files("autoshard.viz").joinpath("plan.schema.json").read_text("utf-8"))
@@ -237,6 +239,7 @@ def test_the_timeline_is_the_predicted_step(name: str) -> None:
     assert sum(e.bytes for e in sent) == pytest.approx(sum(c.bytes for c in plan.collectives))
 
 
+@pytest.mark.slow
 def test_compute_waits_for_no_gradients_where_it_takes_longer() -> None:
     """Of a mixture of experts: large reduce-scatters, of which two may be under way, and small ones, which do not count."""
     with torch.device("meta"):

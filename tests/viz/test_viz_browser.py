@@ -99,6 +99,7 @@ def test_a_user_reads_the_plan_of_a_deep_llama(page: Any, llama: Plan, theme: st
     assert page.execute_script(OVERLAPS) == []
 
 
+@pytest.mark.slow
 def test_the_tables_sort_and_agree_with_the_plan(page: Any, llama: Plan) -> None:
     collectives = json.loads(llama.to_json())["collectives"]
     tab(page, "Collectives")
@@ -267,6 +268,7 @@ def test_compared_plans_sort_and_the_next_question_is_a_command(driver: Any, tmp
         assert _parser().parse_args(words[1:]).command == "plan"
 
 
+@pytest.mark.slow_cases("moe")
 @pytest.mark.parametrize("name", ["chain", "moe"])
 def test_the_page_fits_a_phone(driver: Any, name: str, tmp_path: Path) -> None:
     plan = with_hidden(chain(ODD_NAMES[:1])) if name == "chain" else planned("moe", dp=2, tp=2)
@@ -299,6 +301,7 @@ def test_before_and_after_stand_side_by_side(driver: Any, tmp_path: Path) -> Non
     assert driver.execute_script(OVERLAPS) == []
 
 
+@pytest.mark.slow_cases("gpt")
 @pytest.mark.parametrize("name", ["mlp", "moe", "dlrm", "vit", "gpt"])
 def test_nothing_overlaps_when_everything_is_open(driver: Any, name: str, tmp_path: Path) -> None:
     planned(name, dp=2, tp=2).visualize(tmp_path / "plan.html")
@@ -312,6 +315,7 @@ def test_nothing_overlaps_when_everything_is_open(driver: Any, name: str, tmp_pa
     assert driver.execute_script(OVERLAPS) != []
 
 
+@pytest.mark.slow_cases("50")
 @pytest.mark.parametrize("modules", [1, 50])
 def test_five_thousand_nodes_open_within_three_seconds(driver: Any, modules: int, tmp_path: Path) -> None:
     plan = chain(tuple(f"part{i}" for i in range(modules)), per_module=5000 // modules)

@@ -124,7 +124,7 @@ class CompilingModule(FixedModule):
     _call_lock: CallLock
     _executables: dict[Any, Executable]
     _latest: Executable | None
-    _programs: list[tuple[Any, Compiled]]
+    _programs: list[tuple[Any, Graph, Compiled]]
     """guards and program of each graph"""
     _program_mesh: Mesh
     """the mesh that programs run on: ``mesh`` without the pipeline axis"""
@@ -407,13 +407,13 @@ class CompilingModule(FixedModule):
         gradients = tuple(t.grad for t in graph.types.values())  # not in the text
         key = gradients, repr(known if of_part else known.inputs)
         later = any(vars(part)[SET_LATER] for part in self._original_model.parts.values())
-        for of, found in programs if of_part or later else ():
-            own, others = graph.constants, found.graph.constants
-            equal = of == key and (of_part or str(graph) == str(found.graph)) and own.keys() == others.keys()
+        for of, captured, found in programs if of_part or later else ():
+            own, others = graph.constants, captured.constants
+            equal = of == key and (of_part or str(graph) == str(captured)) and own.keys() == others.keys()
             if equal and all(torch.equal(own[n], others[n]) for n in own):
-                return replace(found, graph=graph)
-        programs.append((key, make()))
-        return programs[-1][1]
+                return replace(found, graph=graph) if of_part else found
+        programs.append((key, graph, make()))
+        return programs[-1][-1]
 
     def _whole_buffer(self, name: str) -> Tensor:
         """The full buffer of this original name. Collective if it is sharded."""

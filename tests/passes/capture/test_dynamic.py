@@ -177,7 +177,7 @@ def batch(seed: int, shift: float = 0.0) -> Tensor:
 CASES = [(name, "dp2tp2") for name in MIDDLES] + [("masked", "tp2"), ("experts", "tp2"), ("item", "tp2")]
 
 
-@pytest.mark.slow_cases("experts-*", "pieces-dp2tp2", "repeated-dp2tp2", "segments-dp2tp2")
+@pytest.mark.slow_cases("nonzero-dp2tp2", "experts-*", "pieces-dp2tp2", "repeated-dp2tp2", "segments-dp2tp2")
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_training_equals_the_unsharded_model_and_the_linears_are_divided(name: str, mesh: str) -> None:
     model = model_of(name)
@@ -190,7 +190,7 @@ def test_training_equals_the_unsharded_model_and_the_linears_are_divided(name: s
             assert len(divided) == (1 if ranks == 2 else 2), (node, choice.labels)
 
 
-@pytest.mark.slow_cases("pieces", "repeated")
+@pytest.mark.slow_cases("item", "nonzero", "segments", "methods", "experts", "pieces", "repeated")
 @pytest.mark.parametrize("name", MIDDLES)
 def test_one_program_serves_data_with_other_sizes(name: str) -> None:
     """Few rows, one expert without tokens, no row at all, all rows: the sizes differ, the program does not."""

@@ -110,8 +110,8 @@ REFUSED: dict[str, Callable[[Net, Tensor], Any]] = {
 }
 
 
+@pytest.mark.slow_cases("other in the first call", "other in every call")
 @pytest.mark.one_graph
-@pytest.mark.slow_cases("other in every call")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_cache_is_refused_and_nothing_changed(name: str, float64: None) -> None:
     torch.manual_seed(0)

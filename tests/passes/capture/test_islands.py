@@ -134,6 +134,7 @@ def test_kinds_of_islands_agree_in_float64(island: type[nn.Module]) -> None:
     assert not {"float32", "complex64"}.intersection(report.plan.dtypes.values())
 
 
+@pytest.mark.slow_cases("{'tp': 3}")
 @pytest.mark.parametrize("axes", [{"tp": 3}, {"dp": 2, "tp": 2}], ids=str)
 def test_a_model_as_it_is_agrees_to_single_precision(axes: dict[str, int]) -> None:
     """With a plan, which names its casts. Negative control: it does not agree to double precision."""

@@ -138,7 +138,9 @@ def batch(seed: int, shift: float = 0.0) -> Tensor:
     return torch.randn(TOKENS, WIDTH, dtype=torch.float64) + shift
 
 
-@pytest.mark.slow_cases("Tensors-*", "Names-*", "Listed-dp2tp2", "Numbers-dp2tp2", "Listed-tp3", "Unguarded-dp2tp2")
+@pytest.mark.slow_cases(
+    "Numbers-tp3", "Tensors-*", "Names-*", "Listed-dp2tp2", "Numbers-dp2tp2", "Listed-tp3", "Unguarded-dp2tp2"
+)
 @pytest.mark.parametrize("mesh", ["dp2tp2", "tp3"])
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
 def test_training_equals_eager(kind: type[Routed], mesh: str) -> None:
@@ -147,7 +149,7 @@ def test_training_equals_eager(kind: type[Routed], mesh: str) -> None:
     assert report.plan.cost.flops_per_rank < 0.6 * report.plan.cost.flops
 
 
-@pytest.mark.slow_cases("Names", "Tensors", "Listed")
+@pytest.mark.slow_cases("Numbers", "Names", "Tensors", "Listed")
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
 def test_one_program_serves_batches_that_hit_other_experts(kind: type[Routed]) -> None:
     model = model_of(kind)
@@ -166,6 +168,7 @@ def test_one_program_serves_batches_that_hit_other_experts(kind: type[Routed]) -
     assert len(sharded._executables) == 1
 
 
+@pytest.mark.slow
 def test_what_is_not_taken_back_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the body's constant part counts for experts that are not hit."""
     monkeypatch.setattr(loops._UnrolledLoop, "before", lambda self, call: None)

@@ -47,7 +47,7 @@ def recurrent(name: str) -> nn.Module:
 
 
 @pytest.mark.slow_cases(
-    "lstm with a projection-*", "gru without biases-*", "lstm-{'x': 2}", "rnn-{'x': 3}", "one layer-*"
+    "lstm-{'x': 3}", "lstm with a projection-*", "gru without biases-*", "lstm-{'x': 2}", "rnn-{'x': 3}", "one layer-*"
 )
 @pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize("axes", [{"x": 2}, {"x": 3}], ids=str)
@@ -56,6 +56,7 @@ def test_dropout_between_recurrent_layers(name: str, axes: dict[str, int]) -> No
     assert_equal_training(recurrent(name), axes, (f(3, 4, 4),))
 
 
+@pytest.mark.slow
 def test_of_one_sequence_without_a_batch() -> None:
     assert_equal_training(First(RECURRENT["lstm"]()), {"x": 2}, (f(3, 4),))
 
@@ -151,6 +152,7 @@ running_var ← add_1"""
     )
 
 
+@pytest.mark.slow
 def test_a_frozen_collector_hides_nothing() -> None:
     """``gc.freeze()`` takes torch's functions out of the collector's sight; scripts call it before they fork workers."""
     gc.collect()

@@ -65,6 +65,7 @@ def test_dropout_between_layers_is_that_of_the_packed_data(layer: type[nn.Module
     assert_equal_training(Packed(layer()), {"tp": 2}, (X, LENGTHS), steps=2)
 
 
+@pytest.mark.slow
 def test_the_length_of_what_is_padded_again_goes_with_recomputation() -> None:
     torch.manual_seed(0)
     model = Packed(nn.LSTM(6, 8, batch_first=True))

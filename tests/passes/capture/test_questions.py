@@ -157,6 +157,7 @@ class DrawsAndAsks(nn.Module):
         return (x * (2 if ids.max() > 1 else 3)).sum()
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("remembers", [True, False])
 def test_a_program_that_stops_has_drawn_nothing(remembers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that takes its place draws what eager draws; not where the generators are left as they are (control)."""

@@ -131,6 +131,7 @@ class Mean(nn.Module):
         return self.inner(x).square().mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_observers_of_rows() -> None:
     """Their first call resizes buffers; the control has had that call."""

@@ -260,6 +260,7 @@ CASES = [
 
 
 @pytest.mark.slow_cases(
+    "value_of_a_buffer-nothing-",
     "counted_in_the_class-*",
     "number_of_a_buffer-*",
     "parent_takes_turns-*",
@@ -340,6 +341,7 @@ def test_functions_that_are_gone_are_not_those_made_in_their_place() -> None:
     assert tensors.written(torch.sin) == tensors.written(torch.sin)
 
 
+@pytest.mark.slow
 def test_the_graph_is_that_of_a_whole_trace_and_the_trace_grows_with_distinct_blocks(
     repeated: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, Tensor]] = {
 }
 
 
-@pytest.mark.slow_cases("masked-axes[12]", "places-axes4", "segments-axes0")
+@pytest.mark.slow_cases("padded-axes5", "masked-axes[12]", "places-axes4", "segments-axes0")
 @pytest.mark.parametrize(
     ("case", "axes"),
     [
@@ -117,7 +117,7 @@ def test_the_integers_of_the_example_decide(case: str, axes: dict[str, int]) -> 
     assert report.plan.cost.flops_per_rank < 0.7 * report.plan.cost.flops
 
 
-@pytest.mark.slow_cases("counted", "segments", "masked", "places")
+@pytest.mark.slow_cases("symmetric", "padded", "counted", "segments", "masked", "places")
 @pytest.mark.parametrize("case", CASES)
 def test_other_integers_get_a_program_of_their_own(case: str) -> None:
     torch.manual_seed(0)
@@ -160,6 +160,7 @@ def test_losses_of_chosen_rows_serve_all_choices(axes: dict[str, int]) -> None:
     assert len(sharded.programs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ >= "2.14", reason="torch 2.14 pads open lengths without a question")
 def test_a_question_after_the_trace_is_refused_with_what_asked_it() -> None:
     class Chosen(Masked):

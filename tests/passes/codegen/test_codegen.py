@@ -84,7 +84,7 @@ SIGNS = {  # what a file is there to show
 }
 
 
-@pytest.mark.slow_cases("gpt_dropout_tp2", "moe_ep2")
+@pytest.mark.slow_cases("llama_tp2", "gpt_again_tp2", "gpt_dropout_tp2", "moe_ep2")
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden(name: str, golden: Callable[[str, str], None], close: Callable[..., None]) -> None:
     """The source is as agreed, and it is what computes the unsharded model's outputs and gradients."""
@@ -131,7 +131,7 @@ def test_equal_layers_are_one_class() -> None:
     assert "self.blocks[" not in source
 
 
-@pytest.mark.slow_cases("*moe", "vit")
+@pytest.mark.slow_cases("dlrm", "llama", "gpt", "*moe", "vit")
 @pytest.mark.parametrize("name", ["mlp", "gpt", "llama", "moe", "dlrm", "vit"])
 def test_the_file_compiles_and_is_formatted(name: str, tmp_path: Path) -> None:
     mesh = autoshard.Mesh({"dp": 2, "tp": 2}, hardware="ideal_network")

@@ -71,7 +71,7 @@ class Containers(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.slow_cases("others")
+@pytest.mark.slow_cases("other", "others")
 @pytest.mark.parametrize("names", [NUMBERS, OTHER[::2], OTHER[1::2]], ids=["numbers", "other", "others"])
 def test_modules_parameters_and_buffers(names: tuple[str, ...]) -> None:
     assert_equal_training(Named(names), {"tp": 2}, (X,), share=1.2)

@@ -39,6 +39,7 @@ SLOW = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases("nothing_leaks", "sums_are_kept")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
 def test_case(name: str) -> None:
     CASES[name](ideal(MESHES["tp2"]))
@@ -101,7 +102,7 @@ def planned(family: str, recompute: Any, mesh: dict[str, int], like: Any = None,
     return compile_graph(GRAPHS[key], autoshard.Mesh(mesh, "ideal_network"), opts)
 
 
-@pytest.mark.slow_cases("gpt-blocks", "llama-blocks")
+@pytest.mark.slow_cases("llama-selective", "gpt-selective", "gpt-blocks", "llama-blocks")
 @pytest.mark.parametrize("recompute", ["blocks", "selective"])
 @pytest.mark.parametrize("family", ["gpt", "llama", "mlp"])
 def test_kept_bytes_are_the_planned_ones(family: str, recompute: str) -> None:

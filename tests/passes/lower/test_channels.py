@@ -45,7 +45,7 @@ def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "ONEDNN_DTYPES", {torch.float64})
 
 
-@pytest.mark.slow_cases("axes0")
+@pytest.mark.slow_cases("axes2", "axes0")
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}])
 def test_as_on_one_device(doubles: None, axes: dict[str, int]) -> None:
     assert_equal_training(Net(), axes, (image(),))

@@ -12,6 +12,7 @@ import autoshard
 from autoshard.runtime.parameters import bucket
 
 
+@pytest.mark.slow_cases("scaled_and_clipped", "half_on_the_wire", "refused")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
 def test_case(name: str) -> None:
     CASES[name](ideal({"dp": 2, "tp": 2}))

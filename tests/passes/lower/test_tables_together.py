@@ -72,6 +72,7 @@ class Pools(nn.Module):
         return (found.sum(1) * (rows.mean(1) if self.apart == "mode" else rows.sum(1)).sum(1)).sum()
 
 
+@pytest.mark.slow
 def test_look_ups_in_tables_that_are_cut_alike_go_in_one_call() -> None:
     """Negative controls: not where one needs the other, and not those that pool otherwise."""
     given = torch.arange(8).view(4, 2), torch.arange(8).view(4, 2) % 6
@@ -277,6 +278,7 @@ def test_what_is_looked_up_in_frozen_tables_goes_by_itself() -> None:
     assert plan.cost.schedule_s <= plan.cost.total_s * (1 + 1e-6)
 
 
+@pytest.mark.slow_cases("axes2", "axes1")
 @pytest.mark.parametrize("axes", [{"x": 4}, {"x": 2, "y": 2}, {"x": 4, "y": 1}])
 def test_no_plan_of_a_recommender_is_above_one_by_name(axes: dict[str, int]) -> None:
     with torch.device("meta"):

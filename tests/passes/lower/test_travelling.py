@@ -186,6 +186,7 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow_cases("{'tp': 2}-8")
 @pytest.mark.parametrize(
     ("axes", "length"),
     [

@@ -47,7 +47,7 @@ def graph_of(family: str) -> Graph:
     return GRAPHS[family]
 
 
-@pytest.mark.slow_cases("*-selective")
+@pytest.mark.slow_cases("gpt-{'dp': 2}-auto", "moe-{'dp': 2}-auto", "*-selective")
 @pytest.mark.parametrize("recompute", ["auto", "selective", "blocks"])
 @pytest.mark.parametrize(
     "axes", [pytest.param(a, marks=[pytest.mark.slow] * (len(a) == 2 or "tp" in a)) for a in MESHES], ids=str
@@ -71,7 +71,20 @@ def memory_is_as_simulated(graph: Graph, recompute: str, watched: float = 0.0) -
     assert sum(memory.at_peak.values()) == pytest.approx(memory.peak)
 
 
-@pytest.mark.slow_cases("llama-none", "gpt-none", "gpt-blocks", "moe-none", "dlrm-none", "vit-none")
+@pytest.mark.slow_cases(
+    "dlrm-selective",
+    "moe-selective",
+    "llama-selective",
+    "gpt-selective",
+    "vit-selective",
+    "mlp-none",
+    "llama-none",
+    "gpt-none",
+    "gpt-blocks",
+    "moe-none",
+    "dlrm-none",
+    "vit-none",
+)
 @pytest.mark.parametrize("recompute", ["none", "selective", pytest.param("blocks", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_peak_is_the_tracked_one(family: str, recompute: str) -> None:
@@ -136,6 +149,7 @@ def test_what_a_norm_sums_over_ranks_is_kept_when_it_runs_again() -> None:
     assert compiled.plan.memory.activations == kept_bytes(compiled) == 3 * (64 + 2 * 32)
 
 
+@pytest.mark.slow_cases("selective", "none")
 @pytest.mark.parametrize("recompute", ["none", "selective", "blocks"])
 def test_memory_of_convolutions(recompute: str) -> None:
     memory_is_as_simulated(convolved(), recompute, watched=0.05)

@@ -40,6 +40,7 @@ def pairs(a: int = 8, b: int = 8) -> tuple[torch.Tensor, ...]:
     return torch.randn(a, 3, 5, 5).double(), torch.randn(b, 3, 5, 5).double(), same.double()
 
 
+@pytest.mark.slow_cases("split-stages")
 @pytest.mark.parametrize(
     ("apart", "b", "stages"),
     [

@@ -95,6 +95,7 @@ def test_each(name: str, count: int, stages: str | None) -> None:
     steps_alike(model, ideal({stages or "tp": 2}), args, {}, 3, micro_batches=count, stages=stages)
 
 
+@pytest.mark.slow_cases("None-recompute0")
 @pytest.mark.parametrize(("stages", "recompute"), [(None, {"embed": True}), ("pp", "auto")])
 def test_some_of_them_in_one_loss(stages: str | None, recompute: Any) -> None:
     """What one of them is computed in gets no name of the next one's."""

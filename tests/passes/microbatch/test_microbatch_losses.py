@@ -74,6 +74,7 @@ def test_terms_that_no_sample_decides(name: str, count: int, stages: str | None)
     steps_alike(model, ideal({stages or "tp": 2}), args, {}, 3, micro_batches=count, stages=stages)
 
 
+@pytest.mark.slow_cases("4-None")
 @pytest.mark.parametrize(("count", "stages"), [(4, None), (2, "pp")])
 def test_all_these_terms(count: int, stages: str | None) -> None:
     model, args = case(lambda h, y: summed(h.new_zeros(()), [loss(h, y) for loss in LOSSES.values()]))

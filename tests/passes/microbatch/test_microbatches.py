@@ -29,6 +29,7 @@ MESHES = {"tp2": {"tp": 2}, "dp2tp2": {"dp": 2, "tp": 2}, "fsdp3": {"fsdp": 3}}
 SLOW = {"llama_in_2", "llama_in_4", "gpt_in_4", "moe_in_4"}
 
 
+@pytest.mark.slow_cases("dp2tp2-without_gradients", "dp2tp2-gpt_in_2", "dp2tp2-chosen")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
 @pytest.mark.parametrize("mesh", ["dp2tp2"])
 def test_case(mesh: str, name: str) -> None:
@@ -177,6 +178,7 @@ def test_draws_of_a_part_alone_are_seen(monkeypatch: pytest.MonkeyPatch) -> None
         compare("gpt", ideal({"tp": 2}), 2, steps=1)
 
 
+@pytest.mark.slow
 def test_activations_of_one_are_kept() -> None:
     """Bytes that autograd keeps at a time with four micro-batches: those of a batch that is a quarter as large."""
     whole, quarter, four = _most_kept(8, 1), _most_kept(2, 1), _most_kept(8, 4)

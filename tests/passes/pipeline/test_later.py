@@ -120,6 +120,7 @@ def test_a_weight_whose_operand_has_no_gradient_is_not_held(later: list[torch.Te
     assert leaf.grad is not None
 
 
+@pytest.mark.slow
 def test_the_source_says_so() -> None:
     """Products with weights are the runtime's where a schedule splits the backward, else torch's; a bias is no product."""
     torch.manual_seed(0)

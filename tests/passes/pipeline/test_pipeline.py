@@ -38,6 +38,7 @@ MESHES = {"pp2": {"pp": 2}, "pp2tp2": {"pp": 2, "tp": 2}, "pp4": {"pp": 4}, "pp2
 FAST = {"skips", "other_outputs", "interleaved_without_gradients", "gradients_of_inputs", "refused"}
 
 
+@pytest.mark.slow_cases("pp2tp2-gradients_of_inputs", "pp2tp2-interleaved_without_gradients", "pp2tp2-refused")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in CASES])
 @pytest.mark.parametrize(
     "mesh", ["pp2tp2", *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES if m != "pp2tp2")]
@@ -148,6 +149,7 @@ def test_a_plan_in_stages_is_followed() -> None:
         autoshard.compile(model, mesh, args, stages="pp", plan=autoshard.plan(model, mesh, args))
 
 
+@pytest.mark.slow
 def test_one_file_has_all_stages() -> None:
     model, args = made("gpt")
     source = autoshard.compile(model, ideal({"pp": 2, "tp": 2}), args, stages="pp", micro_batches=1).source

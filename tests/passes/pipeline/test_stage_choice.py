@@ -98,7 +98,7 @@ SIMULATED = [
 ]
 
 
-@pytest.mark.slow_cases("1f1b-4-1-[48]-*", "zero_bubble-*")
+@pytest.mark.slow_cases("interleaved-2-2-4-9-0.1-True", "gpipe-4-1-6-9-0.1-True", "1f1b-4-1-[48]-*", "zero_bubble-*")
 @pytest.mark.parametrize(("schedule", "ranks", "chunks", "batches", "count", "message", "training"), SIMULATED)
 def test_the_cut_is_the_best_of_all_by_simulation(
     schedule: str, ranks: int, chunks: int, batches: int, count: int, message: float, training: bool

@@ -90,6 +90,7 @@ def test_what_a_rank_owns_is_cut_in_chunks_of_one_length() -> None:
     assert all(p == (Owned(), Owned()) or I in p for p in fixed_placements(replace(type_, looked_up=9), mesh)), "tables"
 
 
+@pytest.mark.slow
 def test_a_later_call_that_reads_experts_otherwise() -> None:
     """One rank has each of them: an error says so, and training goes on."""
     x, model = torch.randn(8, 6, routing_models.WIDTH), Averaged("modules", True)

@@ -197,6 +197,7 @@ def test_vocabulary_parallel_embedding_and_loss() -> None:
     )
 
 
+@pytest.mark.slow
 def test_data_tensor_and_sequence_parallel_together() -> None:
     """Three axes: batch on dp, features on tp, sequence on sp."""
     hints = {

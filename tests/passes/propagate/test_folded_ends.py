@@ -124,6 +124,7 @@ def test_blocks_stay_whole(inside: bool) -> None:
     assert "def forward_1(" not in blocks
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("taken", "remembering")
 def test_what_runs_again_stays_whole() -> None:
     """One part of every checkpoint."""

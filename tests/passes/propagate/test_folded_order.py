@@ -151,7 +151,7 @@ def test_the_cut_is_the_least_of_all(width: int, after: str, between: str, ranks
     assert all(some <= chosen for some, size in costs.items() if size == costs[chosen])
 
 
-@pytest.mark.slow_cases("{'mixed': True}-4", "{}-4")
+@pytest.mark.slow_cases("{'shift': True}-4", "{'mixed': True}-4", "{}-4")
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("form", [{}, {"shift": True}, {"mixed": True}, {"wide": 40}], ids=str)
 def test_the_cut_is_the_least(form: dict[str, Any], ranks: int) -> None:
@@ -192,7 +192,7 @@ FORMS: dict[str, dict[str, Any]] = {"small": {}, "shifted": {"shift": True}, "mi
 SLOW = [(name, ranks) for name in ("shifted", "mixed", "gpt") for ranks in (2, 3, 4, 8)] + [("llama", 3), ("llama", 4)]
 
 
-@pytest.mark.slow_cases("llama-2")
+@pytest.mark.slow_cases("llama-8", "llama-2")
 @pytest.mark.usefixtures("taken", "remembering")
 @pytest.mark.parametrize(
     ("name", "ranks"),
@@ -214,6 +214,7 @@ def test_trains_as_one_device(name: str, ranks: int) -> None:
     assert (len(into), len(back)) == (2 + inside, 1 + inside)
 
 
+@pytest.mark.slow_cases("{'cp': 2, 'tp': 2}-{'cp': 'ring', 'tp': 'megatron-sp'}-[[]'heads', 'zigzag ring']")
 @pytest.mark.usefixtures("taken", "remembering")
 @pytest.mark.parametrize(
     ("axes", "like", "labels"),
@@ -239,6 +240,7 @@ def test_beside_another_axis(axes: dict[str, int], like: Any, labels: list[str])
     assert {*labels} <= attention(report.plan) | ({"heads"} if not like else set())
 
 
+@pytest.mark.slow_cases("zigzag, gathered in chunks")
 @pytest.mark.usefixtures("taken", "remembering")
 @pytest.mark.parametrize("label", ["zigzag, gathered in chunks", "zigzag queries"])
 def test_of_gathered_keys(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +252,7 @@ def test_of_gathered_keys(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (report.plan.folded, attention(report.plan)) == (3, {label})
 
 
+@pytest.mark.slow_cases("4")
 @pytest.mark.usefixtures("taken")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_nothing_is_swapped(ranks: int) -> None:
@@ -266,6 +269,7 @@ def test_nothing_is_swapped(ranks: int) -> None:
     assert f"the sequence is in zigzag order of {ranks} ranks" in plan.explain("scaled_dot_product_attention")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("taken")
 def test_a_plan_is_followed() -> None:
     """Saved and loaded: the same order, with as many bytes and the same bound; a plan in it fits no graph of other lengths."""
@@ -287,6 +291,7 @@ def test_a_plan_is_followed() -> None:
         autoshard.compile(model, mesh, shorter, kwargs, plan=plan)
 
 
+@pytest.mark.slow_cases("{'recompute': 'blocks'}")
 @pytest.mark.usefixtures("taken", "remembering")
 @pytest.mark.parametrize(
     "how",

@@ -144,6 +144,7 @@ def test_a_hint_on_one_of_several_experts_is_refused_by_name(hint: Any) -> None:
     assert_equal_training(model, {"ep": 2}, (x,), like="expert", hints={pattern: hint}, steps=1, share=2.0)
 
 
+@pytest.mark.slow
 def test_a_hint_along_another_axis_than_that_of_experts() -> None:
     x, model = torch.randn(8, 6, routing_models.WIDTH), routing_models.Modules("modules", True)
     name = next(n for n, _ in model.named_parameters() if n.startswith("experts.2.") and n.endswith("weight"))

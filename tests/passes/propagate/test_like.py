@@ -83,6 +83,7 @@ def ring(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
+@pytest.mark.slow
 def test_ddp_reduces_every_gradient_once() -> None:
     assert sent({"dp": 4}, "ddp") == {("all_reduce", ("dp",), "backward"): 2 * ring(4) * numel() * 8}
 
@@ -116,6 +117,7 @@ def test_megatron_reduces_four_activations_per_layer() -> None:
     }
 
 
+@pytest.mark.slow
 def test_megatron_with_sequence_parallelism_gathers_and_scatters_instead() -> None:
     """The backward gathers twice per pair: the gradient of what was scattered, and again what was gathered but not kept."""
     norms = numel(lambda n: "norm" in n) * 8
@@ -134,6 +136,7 @@ def test_megatron_with_sequence_parallelism_gathers_and_scatters_instead() -> No
     assert sum(again) == pytest.approx(sum(r.seconds for r in plan.recomputed))  # the search pays for them
 
 
+@pytest.mark.slow
 def test_the_sequence_of_a_single_sample_is_scattered_too() -> None:
     """Nothing can cut its batch, so most work is independent along the sequence: that is no batch, all the same."""
     args, kwargs = autoshard.models.llama.example_inputs(llama().config, 1, SEQ)
@@ -142,6 +145,7 @@ def test_the_sequence_of_a_single_sample_is_scattered_too() -> None:
     assert found == {"all_gather": 2 * LAYERS + 1, "reduce_scatter": 2 * LAYERS + 1}
 
 
+@pytest.mark.slow
 def test_data_and_tensor_parallel_together() -> None:
     """Per axis: gradients of a rank's part of the weights over dp, activations of its part of the batch over tp."""
     found = sent({"dp": 2, "tp": 2}, {"dp": "ddp", "tp": "megatron"})
@@ -150,6 +154,7 @@ def test_data_and_tensor_parallel_together() -> None:
     assert found["all_reduce", ("tp",), "backward"] == 2 * ring(2) * (2 * LAYERS + 1) * ACTIVATION / 2
 
 
+@pytest.mark.slow
 def test_two_axes_cut_fewer_heads_than_they_have_ranks() -> None:
     """Three key heads over four ranks: their products are cut on both axes, and gathered for the heads."""
     model = Llama(LlamaConfig(VOCAB, 48, HIDDEN, heads=6, kv_heads=3, layers=1))
@@ -203,6 +208,7 @@ def others() -> tuple[tuple[nn.Module, Any, Any], ...]:
     return tuple((r.model().double(), *double(r.inputs(batch=4))) for r in found)
 
 
+@pytest.mark.slow_cases("ddp")
 @pytest.mark.parametrize("like", NAMES)
 def test_names_are_heard_everywhere(like: str) -> None:
     """On models of other kinds: equal numbers, and what the name promises of the parameters."""

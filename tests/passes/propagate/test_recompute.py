@@ -79,7 +79,7 @@ def per_layer(tp: int, like: str | None, recompute: str) -> float:
 FULL = 34 + 5 * A * S / H
 
 
-@pytest.mark.slow_cases("1-None-*")
+@pytest.mark.slow_cases("8-megatron-none-18.0", "1-None-*")
 @pytest.mark.parametrize(
     ("tp", "like", "recompute", "factor"),
     [
@@ -142,7 +142,7 @@ def every_choice(planner: Planner) -> Iterator[tuple[int, ...]]:
     return extended(())
 
 
-@pytest.mark.slow_cases("gml-*")
+@pytest.mark.slow_cases("e-axes2", "gml-*")
 @pytest.mark.parametrize(
     ("parts", "axes"),
     [
@@ -232,6 +232,7 @@ def test_a_pattern_names_modules() -> None:
         planned("all")
 
 
+@pytest.mark.slow
 def test_the_budget_binds_the_peak_and_the_cheapest_is_made_again_first() -> None:
     """With less and less memory more and more is made again, and never more than needed."""
     free = planned("auto", 6)

@@ -164,6 +164,7 @@ def test_a_ratio_is_read_as_it_was_written() -> None:
             Grouped(0, wrong)
 
 
+@pytest.mark.slow
 def test_torch_splits_by_ratio_in_a_process_without_a_sharded_module() -> None:
     """The placement itself knows its parts."""
     program = """

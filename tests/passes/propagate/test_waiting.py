@@ -64,6 +64,7 @@ def planned(like: Any, waits: float, **more: Any) -> Plan:
     return autoshard.plan(model, mesh, (tokens,), {"labels": tokens}, training=True, like=like, **more)
 
 
+@pytest.mark.slow_cases("megatron-12-20")
 @pytest.mark.parametrize(
     ("like", "least", "most"),
     [

@@ -110,6 +110,7 @@ def gpt(like: str, micro_batches: int = 1) -> Any:
     return compile_model(model, autoshard.Mesh({"dp": 2}, WIRE), args, {}, opts, training=True)
 
 
+@pytest.mark.slow_cases("ddp")
 @pytest.mark.parametrize("like", ["ddp", "zero1", "zero2"])
 def test_kept_bytes_are_those_that_autograd_keeps(like: str) -> None:
     found = gpt(like)

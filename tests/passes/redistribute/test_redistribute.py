@@ -276,7 +276,7 @@ def test_cost_matrix_on_four_axes() -> None:
             assert table[i, j] == pytest.approx(plan.seconds)
 
 
-@pytest.mark.slow_cases("2-shape0-*", "4-shape3-*")
+@pytest.mark.slow_cases("4-shape4-closed4-1.0", "2-shape1-closed1-0.13", "2-shape0-*", "4-shape3-*")
 @pytest.mark.parametrize(
     ("inner", "shape", "closed", "searches"),
     [

@@ -160,6 +160,7 @@ def values(case: Case) -> tuple[np.ndarray, Chunks, np.random.Generator]:
     return full, spread(case.src, full, rng), rng
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(300))
 @given(cases())
 def test_steps_give_the_exact_shards_and_gradients(case: Case) -> None:

@@ -71,7 +71,7 @@ def height(axes: dict[str, int]) -> dict[str, Any]:
     return {"x": cut, "body.?": cut, "body.*.weight": "replicate", "body.*.bias": "replicate"}
 
 
-@pytest.mark.slow_cases("{'tp': 2}")
+@pytest.mark.slow_cases("{'a': 2, 'b': 2}", "{'tp': 2}")
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 3}, {"a": 2, "b": 2}], ids=str)
 def test_a_net_cut_along_the_height(axes: dict[str, int]) -> None:
     found = collectives(Image(), axes, height(axes), (image(),))
@@ -94,6 +94,7 @@ def _count(found: Counter[Any]) -> Counter[tuple[str, str]]:
     return counts
 
 
+@pytest.mark.slow
 def test_height_and_width_on_two_axes() -> None:
     """The second halo carries the corners of the first."""
     cut = {"a": Shard(2), "b": Shard(3)}
@@ -103,6 +104,7 @@ def test_height_and_width_on_two_axes() -> None:
     assert {axes for kind, axes, *_ in found if kind == "permute"} >= {("a",), ("b",)}
 
 
+@pytest.mark.slow_cases("{'sp': 2}")
 @pytest.mark.parametrize("axes", [{"sp": 2}, {"sp": 3}], ids=str)
 def test_a_long_sequence(axes: dict[str, int]) -> None:
     """What is sent does not grow with the sequence."""

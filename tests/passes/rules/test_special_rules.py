@@ -39,7 +39,7 @@ def test_every_strategy_on_two_and_three_ranks(op: torch._ops.OpOverload) -> Non
     assert {"I", "R"} <= check.strategies
 
 
-@pytest.mark.slow_cases("aten.scaled_dot_product_attention.default")
+@pytest.mark.slow_cases("aten.cross_entropy_loss.default", "aten.scaled_dot_product_attention.default")
 @pytest.mark.parametrize(
     "op",
     [

@@ -97,6 +97,7 @@ def test_a_changed_part_is_judged_as_the_whole() -> None:
     assert taken > 10
 
 
+@pytest.mark.slow
 def test_neighbourhoods_alone_come_near_the_best() -> None:
     network, memory = problem(1, nodes=40, limit=20.0)
     lives = LivenessProblem.of(network, memory)

@@ -300,6 +300,7 @@ def test_rounding_does_not_prune_the_optimum() -> None:
     assert dual.bound <= best + 1e-9
 
 
+@pytest.mark.slow
 def test_a_deadline_leaves_a_valid_interval() -> None:
     network = dense(np.random.default_rng(0), nodes=24, size=8, forbidden=0.0)
     found = solve_plain(network, deadline=time.perf_counter() + 1.0)
