@@ -68,7 +68,7 @@ MOST_LINES = 600
 
 LIMITS = {
     "lines": 80574,
-    "tokens": 683621,
+    "tokens": 683628,
     "lines over 100 columns": 4892,
     "files": 364,
     "files under 60 lines": 9,
