@@ -269,7 +269,7 @@ class PipelineEstimates:
         budget, pieces = self.opts.budget(self.hardware), self._pieces(graph, setup, own)
         work = max(map(pieces.touched, graph.nodes), default=0.0)
         limit = min(most, share * budget + (1 - share) * min(2 * work, budget / 2))
-        asked = replace(self.opts, stages=None, memory_budget=limit)
+        asked = replace(self.opts, stages=None, memory_budget=limit, quick=True)
         settings = SearchSettings(micro_batches_held, keep_gathered=False, effort=ESTIMATE_EFFORT)
         _, plan = plan_graph(graph, own, asked, settings=settings)
         bare = pieces.between(list(itertools.accumulate(map(len, rows)))[:-1])

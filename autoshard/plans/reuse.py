@@ -245,4 +245,5 @@ def rename_plan(plan: Plan, names: Mapping[str, str]) -> Plan:
         given=each(plan.given),
         differentiable=each(plan.differentiable),
         shared_again=each(plan.shared_again),
+        zero=keys(plan.zero),
     )

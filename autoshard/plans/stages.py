@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -324,6 +324,11 @@ class StagePlanner:
                 found |= {fqn: alone[fqn] for fqn in shared if alone[fqn] != taken[fqn]}
         return found
 
+    def _block(self, stage: Stage) -> tuple[int, int]:
+        """Stages of one block are planned alike where equal: with fewer micro-batches in flight a plan fits, too."""
+        ranks = len(self.stages) // self.chunks
+        return stage.number // ranks, stage.number % ranks * OUTER_LIMITS.most_stage_plans // len(self.stages)
+
     def _in_order(
         self, opts: CompileOptions, known: KnownLayouts, limits: Sequence[float], keep_gathered: bool = False
     ) -> PlannedPipeline:
@@ -346,6 +351,7 @@ class StagePlanner:
                 like=_stage_strategy(opts.like, stage, self.own_mesh),
                 plan=cast(Plan, given[stage.number]) if given else None,
                 memory_budget=limits[stage.number],
+                quick=opts.quick or len(stages) > OUTER_LIMITS.most_stage_plans,
             )
             layouts = KnownLayouts(
                 parameters=dict(parameters),
@@ -354,7 +360,8 @@ class StagePlanner:
             )
             settings = SearchSettings(self.in_flight[stage.number], keep_gathered)
             if not (asked.hints or asked.plan or isinstance(asked.like, Mapping)):
-                asked = replace(asked, plan=_reused_plan(stage, layouts, settings, done, asked.memory_budget))
+                near = {one.stage.number for one in done if self._block(one.stage) == self._block(stage)}
+                asked = replace(asked, plan=_reused_plan(stage, layouts, settings, done, near, asked.memory_budget))
             program, plan = plan_graph(stage.graph, self.own_mesh, asked, layouts, settings)
             done.append(PlannedStage(stage, asked, layouts, settings, program, plan))
             parameters |= {i.fqn: plan.layouts[i.fqn] for i in stage.graph.of_kind("parameter")}
@@ -385,24 +392,31 @@ def _is_memory_tight(done: Sequence[PlannedStage]) -> bool:
 
 
 def _reused_plan(
-    stage: Stage, known: KnownLayouts, settings: SearchSettings, done: Sequence[PlannedStage], limit: float | None
+    stage: Stage,
+    known: KnownLayouts,
+    settings: SearchSettings,
+    done: Sequence[PlannedStage],
+    near: Collection[int],
+    limit: float | None,
 ) -> Plan | None:
-    """The plan of an earlier stage that is equal except for names, if it is the best here, too.
+    """The plan of an earlier stage that is equal except for names, if it is the best here, too, or its number is ``near``.
 
-    That needs the same memory ``limit`` and as many micro-batches in flight, or fewer where memory
-    did not influence the plan.
+    The best needs the same memory ``limit`` and as many micro-batches in flight, or fewer where memory
+    did not influence the plan. A near one has as many or more in flight, and no bound here.
     """
     if any(fqn in (known.parameters or {}) for fqn in stage.held):
         return None
     held = settings.micro_batches_held
     for other in reversed(done):
         theirs = other.settings.micro_batches_held
-        fits = held == theirs or (held < theirs and not _is_memory_tight((other,)))
-        same = (known.inputs, known.states, limit) == (other.known.inputs, other.known.states, other.opts.memory_budget)
+        best = limit == other.opts.memory_budget and (held == theirs or not _is_memory_tight((other,)))
+        fits = held <= theirs and (best or other.stage.number in near)
+        same = (known.inputs, known.states) == (other.known.inputs, other.known.states)
         if fits and same and not any(fqn in (other.known.parameters or {}) for fqn in other.stage.held):
             names = graph_renaming(other.stage.graph, stage.graph)
             if names is not None:
-                return rename_plan(other.plan, names)
+                plan = rename_plan(other.plan, names)
+                return plan if best else replace(plan, cost=replace(plan.cost, lower_bound=0.0))
     return None
 
 

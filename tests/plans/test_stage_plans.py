@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -24,6 +25,7 @@ from autoshard.passes.ir.text import show_seconds
 from autoshard.passes.microbatch import micro_batched
 from autoshard.passes.pipeline import SegmentedGraph, stage_boundaries
 from autoshard.passes.propagate.planner import Planner
+from autoshard.passes.search.limits import OUTER_LIMITS
 from autoshard.plans import stages
 from autoshard.plans.options import CompileOptions, KnownLayouts
 from autoshard.plans.plan import Plan
@@ -230,8 +232,7 @@ def test_equal_stages_are_searched_once(graph: Graph, plans: dict[str, Plan], mo
         return search(planner, rough)
 
     monkeypatch.setattr(Planner, "cheapest", counted)
-    nodes = micro_batched(graph, BATCHES)[0].nodes
-    ends = tuple(next(i for i, n in enumerate(nodes) if n.fqn.startswith(f"blocks.{k}.")) for k in range(1, LAYERS))
+    ends = blocks_apart(graph)
     opts = CompileOptions(stages="pp", micro_batches=BATCHES)
     compile_graph(graph, Mesh({"pp": LAYERS, "tp": 2}), opts, KnownLayouts(boundaries=ends))
     assert len(searched) < LAYERS
@@ -239,6 +240,53 @@ def test_equal_stages_are_searched_once(graph: Graph, plans: dict[str, Plan], mo
     monkeypatch.setattr(stages, "graph_renaming", lambda a, b: None)
     compile_graph(graph, Mesh({"pp": LAYERS, "tp": 2}), opts, KnownLayouts(boundaries=ends))
     assert len(searched) == LAYERS + 1  # the last also as it were without the first, with which it shares a weight
+
+
+def blocks_apart(graph: Graph) -> tuple[int, ...]:
+    """Boundaries of stages of one block each."""
+    nodes = micro_batched(graph, BATCHES)[0].nodes
+    return tuple(next(i for i, n in enumerate(nodes) if n.fqn.startswith(f"blocks.{k}.")) for k in range(1, LAYERS))
+
+
+@pytest.mark.parametrize("like", ["zero2", "fsdp", "megatron"])
+def test_equal_stages_follow_every_named_strategy(graph: Graph, like: str) -> None:
+    """Their plans are those of one of them under other names; a strategy by axis is planned in every stage."""
+    each = [
+        compile_graph(
+            graph,
+            Mesh({"pp": LAYERS, "x": 2}, PRESETS["h100"]),
+            CompileOptions(stages="pp", micro_batches=BATCHES, like=asked),
+            KnownLayouts(boundaries=blocks_apart(graph)),
+        ).plan
+        for asked in (like, {"x": like})
+    ]
+    assert each[0].cost.total_s == pytest.approx(each[1].cost.total_s)
+    assert each[0].memory.peak == each[1].memory.peak
+
+
+@pytest.mark.slow
+def test_many_stages_are_planned_in_blocks(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory binds, as those of their block that hold the most micro-batches: nearly as quick, and within memory."""
+    planned_apart: list[int] = []
+    plan_graph = stages.plan_graph
+
+    def counted(graph: Graph, mesh: Mesh, opts: CompileOptions, *more: Any) -> Any:
+        planned_apart[-1] += opts.plan is None
+        return plan_graph(graph, mesh, opts, *more)
+
+    monkeypatch.setattr(stages, "plan_graph", counted)
+    seconds, budget = [], 6e6
+    for most in (LAYERS, 2):
+        monkeypatch.setattr(OUTER_LIMITS, "most_stage_plans", most)
+        planned_apart.append(0)
+        opts = CompileOptions(stages="pp", micro_batches=BATCHES, recompute="auto", memory_budget=budget)
+        mesh = Mesh({"pp": LAYERS, "x": 2}, PRESETS["h100"])
+        found = compile_graph(graph, mesh, opts, KnownLayouts(boundaries=blocks_apart(graph))).plan
+        assert found.memory.peak <= budget
+        assert found.recomputed
+        seconds.append(found.cost.total_s)
+    assert planned_apart[1] < planned_apart[0]
+    assert seconds[1] < 1.02 * seconds[0]
 
 
 @pytest.mark.slow

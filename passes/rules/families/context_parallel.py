@@ -76,7 +76,8 @@ def sequence_strategies(node: Node, graph: Graph, queries: int, keys: int) -> tu
 
     The balanced forms give all ranks equal causal work. No ring if the mask has a gradient. Other
     axes may not shard queries, keys or value features otherwise, so that tiles have a fused kernel.
-    Operands in zigzag order are sharded by as many ranks as the order has. At most 256 ranks share a sequence.
+    Operands in zigzag order are sharded by as many ranks as the order has. More than 16 ranks share a
+    sequence where each has 128 queries, as many as a fused kernel's tile, and never more than 256.
     """
     mask, found = node.argument("attn_mask"), list[tuple[str, tuple[str, ...]]]()
     rows = mask is not None and _has_rows(graph.shape(mask), queries)  # would need zigzag order
@@ -93,7 +94,8 @@ def sequence_strategies(node: Node, graph: Graph, queries: int, keys: int) -> tu
     for label, whole in found:
         cut = {name: _sequence_placement(name, graph.shape(node.argument(name)), queries) for name in node.positions}
         placements = tuple(R if name in whole else placement for name, placement in cut.items())
-        size = min(queries, queries if whole else keys, 256, key=int)  # the time to price a ring is its ranks' square
+        most = min(max(16, int(queries) // 128), 256)  # the time to price a ring is its ranks' square
+        size = min(queries, queries if whole else keys, most, key=int)
         apart = frozenset((*SEQUENCE_LABELS, "embed")) - {label}
         ranks = zigzag_order_ranks(node) or None
         if ranks is None or label in ZIGZAG_LABELS:
