@@ -140,6 +140,7 @@ class MeshSearch:
             program, memory = lower_and_simulate(assignment.on(mesh), self.opts.optimizer)
         found = describe_program(with_length_conditions(program, decided), self.opts.title, self.opts.optimizer, memory)
         found = replace(found, like=plan.like, mixed_precision=plan.mixed_precision, folded=plan.folded)
+        found = replace(found, loss_chunks=plan.loss_chunks)
         baselines = baselines_of(search_graph, self.graph, mesh, self.opts)
         return replace(found, baselines=baselines, memory_budget=plan.memory_budget, asked=plan.asked)
 

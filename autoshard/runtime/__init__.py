@@ -115,7 +115,7 @@ from autoshard.runtime.operations.indexing import (
     sharded_select,
     sharded_slice,
 )
-from autoshard.runtime.operations.losses import cross_entropy, nll_loss
+from autoshard.runtime.operations.losses import chunked_logits, cross_entropy, nll_loss
 from autoshard.runtime.operations.random import draw, draw_like, draw_whole, native_dropout, rrelu
 from autoshard.runtime.operations.ranking import (
     argmax,
@@ -179,6 +179,7 @@ __all__ += [
     "batch_norm_no_stats",
     "bincount",
     "causal_mask",
+    "chunked_logits",
     "crop",
     "cross_entropy",
     "cummax",

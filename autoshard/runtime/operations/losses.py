@@ -2,12 +2,13 @@
 
 Samples, classes, or both may be sharded. Cross entropy works on slices of the rows, forward and
 backward. Only the logits are saved for the backward, and nothing else of their size exists but
-their gradient."""
+their gradient. Of :class:`ChunkedLogits` not even these exist: the backward computes every chunk of
+rows once more."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from autoshard.runtime.operations.checks import check_range
 from autoshard.runtime.operations.collectives import begin_sum, offset, reduce_statistic
 from autoshard.runtime.operations.reductions import sharded_maximum, upcast
 from autoshard.runtime.transport.autograd import NoneGradFunction, register_recomputed_backward
-from autoshard.runtime.transport.communicator import Axes
+from autoshard.runtime.transport.communicator import Axes, current
 
 SLICE_ELEMENTS = 1 << 23
 """elements of a slice, which has at least one row"""
@@ -38,19 +39,103 @@ class _CrossEntropySums(NoneGradFunction):
         ctx.smoothed = smoothed
         sums = top.new_empty(2 + smoothed, *index.shape)
         for rows in _row_slices(logits):
-            sums[:, rows] = _class_sums(logits[rows], top[rows], index[rows], share, smoothed)
+            sums[:, rows] = _class_sums(upcast(logits[rows]) - top[rows], index[rows], share, smoothed)
         return sums
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         logits, top, index, share = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph
-            sums = _class_sums(logits, top, index, share, ctx.smoothed)
+            sums = _class_sums(upcast(logits) - top, index, share, ctx.smoothed)
             return *torch.autograd.grad(sums, logits, gradient, create_graph=True), None, None, None, None
         found = torch.empty_like(logits)
         for rows in _row_slices(logits):
-            found[rows] = _logit_gradient(logits[rows], top[rows], index[rows], share, gradient[:, rows])
+            shifted = upcast(logits[rows]) - top[rows]
+            found[rows] = _logit_gradient(shifted, index[rows], share, gradient[:, rows])
         return found, None, None, None, None
+
+
+class ChunkedLogits(NamedTuple):
+    """Logits of a linear layer, of which one chunk of rows exists at a time."""
+
+    x: Tensor
+    """[rows, features]"""
+    matrix: Tensor
+    """[classes, features]"""
+    bias: Tensor | None
+    chunks: int
+    dtype: torch.dtype
+    """to which the results of the layer are cast"""
+
+    def of(self, rows: slice) -> Tensor:
+        """The logits of some rows, in at least float32."""
+        return upcast(F.linear(self.x[rows], self.matrix, self.bias).to(self.dtype))
+
+    def slices(self) -> Iterator[slice]:
+        """The chunks; on meta tensors the first only, which takes as much memory as others."""
+        count = len(self.x)
+        step = max(1, -(-count // self.chunks))
+        yield from (
+            slice(start, start + step) for start in range(0, min(count, step) if self.x.is_meta else count, step)
+        )
+
+
+def chunked_logits(
+    x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, chunks: int, dtype: torch.dtype | None = None
+) -> ChunkedLogits:
+    """``F.linear(x, matrix, bias)`` for :func:`cross_entropy`, a chunk of the rows of ``x`` [..., features] at a time.
+
+    ``chunks``: their number; ``dtype``: to which the logits are cast."""
+    return ChunkedLogits(x.flatten(0, -2), matrix, bias, chunks, dtype or x.dtype)
+
+
+class _ChunkedSums(NoneGradFunction):
+    """[3 or 4, rows]: :class:`_CrossEntropySums` of chunked logits, and the maxima that they subtract."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
+        (chunks, dtype), index, share, smoothed = given
+        logits = ChunkedLogits(x, matrix, bias, chunks, dtype)
+        sums = upcast(x.new_empty(0, dtype=dtype)).new_empty(3 + smoothed, len(x))
+        for rows in logits.slices():
+            each = logits.of(rows)
+            top = each.amax(1) if each.shape[1] else each.new_full(each.shape[:1], -torch.inf)
+            top.clamp_min_(torch.finfo(each.dtype).min / 4)  # differences of maxima stay finite
+            sums[-1, rows] = top
+            sums[:-1, rows] = _class_sums(each.sub_(top.unsqueeze(1)), index[rows], share, smoothed)
+            del each
+        ctx.save_for_backward(x, matrix, bias, index, share, sums[-1].clone())
+        ctx.options = chunks, dtype, smoothed
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, matrix, bias, index, share, top = ctx.saved_tensors
+        (chunks, dtype, smoothed), operands = ctx.options, (x, matrix, bias)
+        logits, gradient, top = ChunkedLogits(*operands, chunks, dtype), gradient[:-1], top.unsqueeze(1)
+        wanted = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # create_graph
+            sums = _class_sums(logits.of(slice(None)) - top, index, share, smoothed)
+            of = [operand for operand, wants in zip(operands, wanted, strict=True) if wants]
+            found = iter(torch.autograd.grad(sums, of, gradient, create_graph=True))
+            return *(next(found) if wants else None for wants in wanted), None, None, None, None
+        wide = upcast(x.new_empty(0))  # in which sums over chunks are
+        of_x = torch.empty_like(x) if wanted[0] else None
+        of_matrix = wide.new_zeros(matrix.shape) if wanted[1] else None
+        of_bias = wide.new_zeros(len(matrix)) if wanted[2] else None
+        for rows in logits.slices():
+            each = _logit_gradient(logits.of(rows).sub_(top[rows]), index[rows], share, gradient[:, rows]).to(x.dtype)
+            if of_x is not None:
+                of_x[rows] = each @ matrix
+            if of_matrix is not None and of_matrix.dtype == x.dtype:
+                of_matrix.addmm_(each.T, x[rows])
+            elif of_matrix is not None:
+                of_matrix += each.T @ x[rows]
+            if of_bias is not None:
+                of_bias += each.sum(0)
+            del each
+        rest = (None if g is None else g.to(x.dtype) for g in (of_matrix, of_bias))
+        return of_x, *rest, None, None, None, None
 
 
 class _SlicedCrossEntropy(NoneGradFunction):
@@ -103,21 +188,21 @@ def _row_slices(logits: Tensor) -> Iterator[Any]:
     yield from (slice(start, start + step) for start in range(0, min(count, step) if logits.is_meta else count, step))
 
 
-def _class_sums(logits: Tensor, top: Tensor, index: Tensor, share: Tensor | None, smoothed: bool) -> Tensor:
-    x, dim = upcast(logits) - top, min(logits.dim() - 1, 1)
+def _class_sums(x: Tensor, index: Tensor, share: Tensor | None, smoothed: bool) -> Tensor:
+    """The sums of shifted logits ``x``, which are overwritten unless gradients are recorded."""
+    dim = min(x.dim() - 1, 1)
     at, here = _local_class_index(index, x.shape[dim])
     picked = x.gather(dim, at).squeeze(dim) if x.shape[dim] else x.sum(dim)
-    sums = [x.exp().sum(dim), picked.masked_fill(~here, 0)]
-    if smoothed:
-        sums.append((x if share is None else x * broadcast_along(share, dim, x.dim())).sum(dim))
-    return torch.stack(sums)
+    rest = [(x if share is None else x * broadcast_along(share, dim, x.dim())).sum(dim)] if smoothed else []
+    exponentials = x.exp() if torch.is_grad_enabled() else x.exp_()
+    return torch.stack([exponentials.sum(dim), picked.masked_fill(~here, 0), *rest])
 
 
-def _logit_gradient(logits: Tensor, top: Tensor, index: Tensor, share: Tensor | None, gradient: Tensor) -> Tensor:
-    """Gradient of ``logits``, given those of the sums [2 or 3, n, …]."""
-    dim = min(logits.dim() - 1, 1)
+def _logit_gradient(x: Tensor, index: Tensor, share: Tensor | None, gradient: Tensor) -> Tensor:
+    """Gradient of shifted logits, written over ``x``, given those of the sums [2 or 3, n, …]."""
+    dim = min(x.dim() - 1, 1)
     exponentials, picked, *rest = (g.unsqueeze(dim) for g in gradient)
-    found = (upcast(logits) - top).exp_().mul_(exponentials)
+    found = x.exp_().mul_(exponentials)
     if found.shape[dim]:
         at, here = _local_class_index(index, found.shape[dim])
         # one element per row
@@ -138,9 +223,11 @@ def broadcast_along(vector: Tensor, dim: int, rank: int) -> Tensor:
     return vector.view([-1 if d == dim else 1 for d in range(rank)])
 
 
-_NAME = "autoshard::cross_entropy_loss"
+_NAME, _OF_LINEAR = "autoshard::cross_entropy_loss", "autoshard::linear_cross_entropy"
 _OPTIONS = "Tensor? weight=None, int reduction=1, int ignore_index=-100, float label_smoothing=0.0"
+_LAYER = "Tensor matrix, Tensor? bias, ScalarType dtype, int chunks"
 torch.library.define(_NAME, f"(Tensor self, Tensor target, {_OPTIONS}) -> Tensor")
+torch.library.define(_OF_LINEAR, f"(Tensor self, Tensor target, {_LAYER}, {_OPTIONS}) -> Tensor")
 
 
 @torch.library.impl(_NAME, "CompositeImplicitAutograd")
@@ -151,11 +238,22 @@ def _classes_last(self: Tensor, target: Tensor, *options: Any, **named: Any) -> 
     return found.view(self.shape[:-1]) if found.dim() else found
 
 
+@torch.library.impl(_OF_LINEAR, "CompositeImplicitAutograd")
+def _of_linear(
+    self: Tensor, target: Tensor, matrix: Tensor, bias: Tensor | None, dtype: torch.dtype, chunks: int, *options: Any,
+    **named: Any,
+) -> Tensor:  # fmt: skip
+    """The loss of ``F.linear(self, matrix, bias)`` cast to ``dtype``, all rows at once."""
+    found: Tensor = cross_entropy_op(F.linear(self, matrix, bias).to(dtype), target, *options, **named)
+    return found
+
+
 cross_entropy_op = torch.ops.autoshard.cross_entropy_loss.default
+linear_cross_entropy_op = torch.ops.autoshard.linear_cross_entropy.default
 
 
 def cross_entropy(
-    logits: Tensor,
+    logits: Tensor | ChunkedLogits,
     target: Tensor,
     weight: Tensor | None = None,
     reduction: str = "mean",
@@ -176,20 +274,22 @@ def cross_entropy(
     ranks, counted without communication, or for probabilities the number of samples. Along
     ``class_axes`` the forward all-reduces the maxima, then sum-exp and target logit in one message
     (Megatron-LM); the backward communicates nothing. ``classes``: their number on all ranks; slices
-    of the samples are computed in turn. None: all classes are here, and samples go at once."""
-    mean = reduction == "mean"
-    count = _begin_mean_divisor(logits, target, weight, ignore_index, batch_axes, counted) if mean else None
+    of the samples are computed in turn. None: all classes are here, and samples go at once.
+    :func:`chunked_logits` send the same messages, once for all chunks."""
+    mean, chunked = reduction == "mean", isinstance(logits, ChunkedLogits)
+    values = logits.x.new_empty(0, dtype=logits.dtype) if isinstance(logits, ChunkedLogits) else logits
+    count = _begin_mean_divisor(values, target, weight, ignore_index, batch_axes, counted) if mean else None
     if classes is not None:
         options = weight, ignore_index, label_smoothing
-        if class_axes:
+        if class_axes or chunked:
             loss = _vocab_parallel_loss(logits, target, *options, classes, class_axes)
         else:
-            loss = _SlicedCrossEntropy.apply(logits, target, *options)
+            loss = _SlicedCrossEntropy.apply(values, target, *options)
         loss = loss if reduction == "none" else loss.sum()
     else:
         summed = "none" if reduction == "none" else "sum"
-        loss = F.cross_entropy(logits, target, weight, None, ignore_index, None, summed, label_smoothing)
-    return (loss if count is None else loss / count()).to(logits.dtype)
+        loss = F.cross_entropy(values, target, weight, None, ignore_index, None, summed, label_smoothing)
+    return (loss if count is None else loss / count()).to(values.dtype)
 
 
 def nll_loss(
@@ -223,7 +323,7 @@ def nll_loss(
 
 
 def _vocab_parallel_loss(
-    logits: Tensor,
+    logits: Tensor | ChunkedLogits,
     target: Tensor,
     weight: Tensor | None,
     ignore_index: int,
@@ -232,19 +332,22 @@ def _vocab_parallel_loss(
     axes: Axes,
 ) -> Tensor:
     """Cross entropy per sample. With shifted logits x: loss = Σ_c p_c·w_c·(log Σ exp x - x_c)."""
-    dim = min(logits.dim() - 1, 1)
-    top = upcast(sharded_maximum(logits, dim, axes))
-    start, length = offset(classes, axes), logits.shape[dim]
+    start, length = current().chunk(classes, current().active(axes))
     share = None if weight is None else weight[start : start + length]
-    if target.is_floating_point():
-        x = upcast(logits) - top
-        p = target * (1 - smoothing) + smoothing / classes
-        p = p if share is None else p * broadcast_along(share, dim, x.dim())
-        sums = torch.stack([x.exp().sum(dim), p.sum(dim), (p * x).sum(dim)])
-        exponentials, total, dot = reduce_statistic(sums, axes).unbind()
-        return exponentials.log() * total - dot
+    if isinstance(logits, ChunkedLogits):
+        sums = _global_chunked_sums(logits, target - start, share, bool(smoothing), axes)
+    else:
+        dim = min(logits.dim() - 1, 1)
+        top = upcast(sharded_maximum(logits, dim, axes))
+        if target.is_floating_point():
+            x = upcast(logits) - top
+            p = target * (1 - smoothing) + smoothing / classes
+            p = p if share is None else p * broadcast_along(share, dim, x.dim())
+            sums = torch.stack([x.exp().sum(dim), p.sum(dim), (p * x).sum(dim)])
+            exponentials, total, dot = reduce_statistic(sums, axes).unbind()
+            return exponentials.log() * total - dot
+        sums = _CrossEntropySums.apply(logits, top, target - start, share, bool(smoothing))
     check_range(target, classes, ignored=ignore_index)
-    sums = _CrossEntropySums.apply(logits, top, target - start, share, bool(smoothing))
     exponentials, picked, *rest = reduce_statistic(sums, axes).unbind()
     log_sum = exponentials.log()
     valid = target != ignore_index
@@ -255,6 +358,22 @@ def _vocab_parallel_loss(
         total_weight = classes if weight is None else weight.sum()
         loss = (1 - smoothing) * loss + smoothing / classes * (log_sum * total_weight - rest[0])
     return loss.masked_fill(~valid, 0)
+
+
+def _global_chunked_sums(
+    logits: ChunkedLogits, index: Tensor, share: Tensor | None, smoothed: bool, axes: Axes
+) -> Tensor:
+    """[2 or 3, rows]: sums of this rank's classes, less the maxima of all ranks' classes."""
+    *operands, chunks, dtype = logits
+    found = _ChunkedSums.apply(*operands, (chunks, dtype), index, share, smoothed)
+    (exponentials, picked, *rest), top = found[:-1], found[-1].detach()
+    higher = reduce_statistic(top, axes, op="max") - top
+    sums = [
+        exponentials * (-higher).exp(),
+        picked - higher.masked_fill(~_local_class_index(index, len(logits.matrix))[1], 0),
+    ]
+    weights = len(logits.matrix) if share is None else share.sum()
+    return torch.stack([*sums, *(x - higher * weights for x in rest)])
 
 
 def _picked_logit(x: Tensor, dim: int, index: Tensor) -> Tensor:

@@ -35,22 +35,22 @@ from autoshard.passes.rules.base import (
 )
 from autoshard.runtime.operations.autograd_ops import function_op
 from autoshard.runtime.operations.checks import exactly
-from autoshard.runtime.operations.losses import cross_entropy_op, ctc_loss
+from autoshard.runtime.operations.losses import cross_entropy_op, ctc_loss, linear_cross_entropy_op
 
 REDUCTIONS = ("none", "mean", "sum")
 CHUNKED_LOSS_ELEMENTS = 1 << 27
 """elements of local logits from which on cross entropy runs in chunks"""
 
 
-# --- cross entropy and NLL: [n, c, ...] or [c]; our op: [..., c] ---
+# --- cross entropy and NLL: [n, c, ...] or [c]; our op: [..., c]; in chunks: features [..., k] ---
 
-CLASSES_LAST = cross_entropy_op
+CLASSES_LAST, OF_LINEAR = cross_entropy_op, linear_cross_entropy_op
 
 
 def class_dim_of(node: Node, graph: Graph) -> int:
-    """The dim of the logits that holds the classes."""
+    """The dim of the logits that holds the classes, or of a linear layer's operand that holds the features."""
     rank = len(graph.shape(node.argument("self")))
-    return rank - 1 if node.op is CLASSES_LAST else min(rank - 1, 1)
+    return rank - 1 if node.op in (CLASSES_LAST, OF_LINEAR) else min(rank - 1, 1)
 
 
 def _sample_factors(node: Node, graph: Graph) -> Factors:
@@ -62,6 +62,9 @@ def _sample_factors(node: Node, graph: Graph) -> Factors:
     dims = {"self": named, "target": named if target == logits else positions_only, "weight": (None,)}
     result = positions_only if REDUCTIONS[node.argument("reduction")] == "none" else ()
     sizes = {f: n for f, n in zip(named, logits, strict=True) if f is not None}
+    if node.op is OF_LINEAR:
+        dims |= {"self": (*positions_only, None), "matrix": ("vocab", None), "bias": ("vocab",)}
+        sizes["vocab"] = graph.shape(node.argument("matrix"))[0]
     return Factors(operand_factors(node, dims), (result,), sizes)
 
 
@@ -90,10 +93,12 @@ def _local_classification(function: str) -> Callable[[Site], LocalCall]:
         node = site.node
         shape = site.in_type(0).shape
         class_dim = class_dim_of(node, site.graph)
-        class_axes = site.inputs[0].axes_of(class_dim)
+        classes, class_axes = shape[class_dim], site.inputs[0].axes_of(class_dim)
+        if node.op is OF_LINEAR:
+            classes, class_axes = site.graph.shape(node.argument("matrix"))[0], site.axes_of("matrix", 0)
         batch_axes = _batch_axes(site)
         reduction = REDUCTIONS[node.argument("reduction")]
-        pieces = _is_chunked_loss(site)
+        pieces = node.op is OF_LINEAR or _is_chunked_loss(site)
         if not class_axes and not pieces and (reduction != "mean" or not batch_axes):
             return site.unchanged()
         extra: dict[str, Any] = {}
@@ -103,7 +108,7 @@ def _local_classification(function: str) -> Callable[[Site], LocalCall]:
         if reduction != "mean":
             extra["reduction"] = reduction
         if class_axes or pieces:
-            extra["classes"] = shape[class_dim]
+            extra["classes"] = classes
         if class_axes:
             extra["class_axes"] = axes_argument(class_axes)
         if batch_axes and reduction == "mean":
@@ -124,15 +129,20 @@ def _is_chunked_loss(site: Site) -> bool:
 
 
 def _cross_entropy_of_rows(site: Site) -> LocalCall:
-    """Classes last: cross entropy of flattened rows."""
+    """Classes last, or a linear layer in chunks: cross entropy of flattened rows."""
     node, flat = site.node, aten.flatten.using_ints
+    if node.op is OF_LINEAR and site.in_micro_batch:
+        return site.unchanged()
     found = _local_classification("cross_entropy")(site)
     fn = aten.cross_entropy_loss.default if found.fn is CLASSES_LAST else found.fn
     logits, target, *others = found.args
     but_last = (0, -2) if site.in_type(1).dtype.is_floating_point else ()
-    call = LocalCall(
-        fn, (LocalCall(flat, (logits, 0, -2), {}), LocalCall(flat, (target, *but_last), {}), *others), found.kwargs
-    )
+    rows = LocalCall(flat, (logits, 0, -2), {})
+    if node.op is OF_LINEAR:
+        dtype, bias = node.argument("dtype"), node.argument("bias")
+        extra = {"chunks": node.argument("chunks")} | ({"dtype": dtype} if dtype != site.in_type(0).dtype else {})
+        rows = LocalCall("chunked_logits", (logits, node.argument("matrix"), *[bias] * (bias is not None)), extra)
+    call = LocalCall(fn, (rows, LocalCall(flat, (target, *but_last), {}), *others), found.kwargs)
     if REDUCTIONS[node.argument("reduction")] != "none":
         return call
     return LocalCall(aten.reshape.default, (call, site.local_sizes(site.outputs[0], site.out_type().shape)), {})
@@ -222,6 +232,10 @@ def _total_weight(node: Node, types: Types) -> tuple[TensorType, ...]:
     return (TensorType((), types[node.inputs[0]].dtype),)
 
 
+def _linear_flops(node: Node, graph: Graph) -> float:
+    return 2.0 * math.prod(graph.shape(node.argument("self"))) * graph.shape(node.argument("matrix"))[0]
+
+
 def _loss_difference(node: Node, types: Types) -> tuple[TensorType, ...]:
     left, right = (types[name] for name in node.inputs)
     return (TensorType(broadcast_shape(left.shape, right.shape), left.dtype),)
@@ -266,6 +280,16 @@ LOSS_RULES: tuple[Rule, ...] = (
         sends=True,
         annotate=_spared_count,
         facts=CROSS_ENTROPY,
+    ),
+    Rule(
+        OF_LINEAR,
+        _cross_entropy,
+        _cross_entropy_of_rows,
+        _linear_flops,
+        "... _, ..., vocab _, vocab, _ -> ... (none), P (sum, mean); vocab: I",
+        sends=True,
+        annotate=_spared_count,
+        facts=Facts(saves="self target matrix bias weight"),
     ),
     *rules(
         "nll_loss_nd.default nll_loss.default nll_loss2d.default",
