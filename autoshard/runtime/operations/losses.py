@@ -7,7 +7,8 @@ rows once more."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,10 @@ from autoshard.runtime.operations.collectives import begin_sum, offset, reduce_s
 from autoshard.runtime.operations.reductions import sharded_maximum, upcast
 from autoshard.runtime.transport.autograd import NoneGradFunction, register_recomputed_backward
 from autoshard.runtime.transport.communicator import Axes, current
+from autoshard.runtime.transport.coroutine_autograd import CoroutinePair, apply_coroutines
+from autoshard.runtime.transport.move import Move
+from autoshard.runtime.transport.profiling import with_module
+from autoshard.runtime.transport.rank_coroutines import Arrival, Collective, RankCoroutine, Sending, Tensors
 
 SLICE_ELEMENTS = 1 << 23
 """elements of a slice, which has at least one row"""
@@ -66,27 +71,80 @@ class ChunkedLogits(NamedTuple):
     chunks: int
     dtype: torch.dtype
     """to which the results of the layer are cast"""
+    lead: tuple[int, ...]
+    """the dims that rows are made of, on this rank"""
+    dim: int
+    axes: Axes
+    """mesh axes that shard ``dim`` of the rows, whose chunks all ranks gather"""
 
-    def of(self, rows: slice) -> Tensor:
-        """The logits of some rows, in at least float32."""
-        return upcast(F.linear(self.x[rows], self.matrix, self.bias).to(self.dtype))
+    def of(self, x: Tensor) -> Tensor:
+        """The logits [n, classes] of some rows [n, features], in at least float32."""
+        return upcast(F.linear(x, self.matrix, self.bias).to(self.dtype))
 
-    def slices(self) -> Iterator[slice]:
-        """The chunks; on meta tensors the first only, which takes as much memory as others."""
-        count = len(self.x)
+    def slices(self) -> list[slice]:
+        """The chunks of this rank's rows; on meta tensors that are not gathered the first only, which
+        takes as much memory as others."""
+        count, first = len(self.x), self.x.is_meta and not self.axes
         step = max(1, -(-count // self.chunks))
-        yield from (
-            slice(start, start + step) for start in range(0, min(count, step) if self.x.is_meta else count, step)
-        )
+        return [
+            slice(start, min(start + step, count)) for start in range(0, min(count, step) if first else count, step)
+        ]
+
+    def ordered(self, target: Tensor) -> Tensor:
+        """``target`` of all ranks' rows, rank by rank."""
+        ranks = current().size_of(current().active(self.axes))
+        if ranks == 1:
+            return target
+        whole = [n * ranks if d == self.dim else n for d, n in enumerate(self.lead)]
+        return target.view(whole).unflatten(self.dim, (ranks, -1)).movedim(self.dim, 0).flatten()
 
 
 def chunked_logits(
-    x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, chunks: int, dtype: torch.dtype | None = None
+    x: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None = None,
+    *,
+    chunks: int,
+    dtype: torch.dtype | None = None,
+    dim: int = 0,
+    axes: Axes = (),
 ) -> ChunkedLogits:
     """``F.linear(x, matrix, bias)`` for :func:`cross_entropy`, a chunk of the rows of ``x`` [..., features] at a time.
 
-    ``chunks``: their number; ``dtype``: to which the logits are cast."""
-    return ChunkedLogits(x.flatten(0, -2), matrix, bias, chunks, dtype or x.dtype)
+    ``chunks``: their number; ``dtype``: to which the logits are cast. ``axes`` shard the classes, and
+    ``dim`` of ``x`` evenly: the ranks gather a chunk of each, forward and backward, and reduce-scatter
+    its gradient. Then there is no second derivative."""
+    return ChunkedLogits(x.flatten(0, -2), matrix, bias, chunks, dtype or x.dtype, x.shape[:-1], dim, axes)
+
+
+def _sums_and_maxima(logits: Tensor, index: Tensor, share: Tensor | None, smoothed: bool) -> Tensor:
+    """[3 or 4, n]: :func:`_class_sums` of a chunk less its maxima, and these; ``logits`` are overwritten."""
+    top = logits.amax(1) if logits.shape[1] else logits.new_full(logits.shape[:1], -torch.inf)
+    top.clamp_min_(torch.finfo(logits.dtype).min / 4)  # differences of maxima stay finite
+    return torch.cat([_class_sums(logits.sub_(top.unsqueeze(1)), index, share, smoothed), top.unsqueeze(0)])
+
+
+class _LayerGradients:
+    """Gradients of a linear layer's weights, summed over chunks in at least float32."""
+
+    def __init__(self, x: Tensor, matrix: Tensor, wanted: Sequence[bool]) -> None:
+        wide = upcast(x.new_empty(0))
+        self.matrix = wide.new_zeros(matrix.shape) if wanted[1] else None
+        self.bias = wide.new_zeros(len(matrix)) if wanted[2] else None
+
+    def add(self, gradient: Tensor, x: Tensor) -> None:
+        """Add those of one chunk: gradient [n, classes] of the logits of ``x`` [n, features]."""
+        if self.matrix is not None and self.matrix.dtype == x.dtype:
+            self.matrix.addmm_(gradient.T, x)
+        elif self.matrix is not None:
+            self.matrix += gradient.T @ x
+        if self.bias is not None:
+            self.bias += gradient.sum(0)
+
+    def found(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """(of the matrix, of the bias), cast to ``dtype``."""
+        matrix, self.matrix = self.matrix, None
+        return None if matrix is None else matrix.to(dtype), None if self.bias is None else self.bias.to(dtype)
 
 
 class _ChunkedSums(NoneGradFunction):
@@ -94,48 +152,103 @@ class _ChunkedSums(NoneGradFunction):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
-        (chunks, dtype), index, share, smoothed = given
-        logits = ChunkedLogits(x, matrix, bias, chunks, dtype)
-        sums = upcast(x.new_empty(0, dtype=dtype)).new_empty(3 + smoothed, len(x))
+        options, index, share, smoothed = given
+        logits = options._replace(x=x, matrix=matrix, bias=bias)
+        sums = upcast(x.new_empty(0, dtype=logits.dtype)).new_empty(3 + smoothed, len(x))
         for rows in logits.slices():
-            each = logits.of(rows)
-            top = each.amax(1) if each.shape[1] else each.new_full(each.shape[:1], -torch.inf)
-            top.clamp_min_(torch.finfo(each.dtype).min / 4)  # differences of maxima stay finite
-            sums[-1, rows] = top
-            sums[:-1, rows] = _class_sums(each.sub_(top.unsqueeze(1)), index[rows], share, smoothed)
-            del each
+            sums[:, rows] = _sums_and_maxima(logits.of(x[rows]), index[rows], share, smoothed)
         ctx.save_for_backward(x, matrix, bias, index, share, sums[-1].clone())
-        ctx.options = chunks, dtype, smoothed
+        ctx.logits, ctx.smoothed = logits._replace(x=None, matrix=None, bias=None), smoothed
         return sums
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, matrix, bias, index, share, top = ctx.saved_tensors
-        (chunks, dtype, smoothed), operands = ctx.options, (x, matrix, bias)
-        logits, gradient, top = ChunkedLogits(*operands, chunks, dtype), gradient[:-1], top.unsqueeze(1)
+        logits, gradient, top = ctx.logits._replace(x=x, matrix=matrix, bias=bias), gradient[:-1], top.unsqueeze(1)
         wanted = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # create_graph
-            sums = _class_sums(logits.of(slice(None)) - top, index, share, smoothed)
-            of = [operand for operand, wants in zip(operands, wanted, strict=True) if wants]
+            sums = _class_sums(logits.of(x) - top, index, share, ctx.smoothed)
+            of = [operand for operand, wants in zip((x, matrix, bias), wanted, strict=True) if wants]
             found = iter(torch.autograd.grad(sums, of, gradient, create_graph=True))
             return *(next(found) if wants else None for wants in wanted), None, None, None, None
-        wide = upcast(x.new_empty(0))  # in which sums over chunks are
-        of_x = torch.empty_like(x) if wanted[0] else None
-        of_matrix = wide.new_zeros(matrix.shape) if wanted[1] else None
-        of_bias = wide.new_zeros(len(matrix)) if wanted[2] else None
+        of_x, of_weights = torch.empty_like(x) if wanted[0] else None, _LayerGradients(x, matrix, wanted)
         for rows in logits.slices():
-            each = _logit_gradient(logits.of(rows).sub_(top[rows]), index[rows], share, gradient[:, rows]).to(x.dtype)
+            shifted = logits.of(x[rows]).sub_(top[rows])
+            each = _logit_gradient(shifted, index[rows], share, gradient[:, rows]).to(x.dtype)
+            del shifted
             if of_x is not None:
                 of_x[rows] = each @ matrix
-            if of_matrix is not None and of_matrix.dtype == x.dtype:
-                of_matrix.addmm_(each.T, x[rows])
-            elif of_matrix is not None:
-                of_matrix += each.T @ x[rows]
-            if of_bias is not None:
-                of_bias += each.sum(0)
+            of_weights.add(each, x[rows])
             del each
-        rest = (None if g is None else g.to(x.dtype) for g in (of_matrix, of_bias))
-        return of_x, *rest, None, None, None, None
+        return of_x, *of_weights.found(x.dtype), None, None, None, None
+
+
+class _GatheredRows(NamedTuple):
+    """Rows of chunked logits that all ranks gather, a chunk of each rank's at a time."""
+
+    logits: ChunkedLogits
+    """without its tensors"""
+    slices: list[slice]
+    ranks: int
+    names: tuple[str, ...]
+    """active mesh axes"""
+
+    def gather(self, x: Tensor, number: int) -> Generator[Sending, Arrival, Arrival]:
+        """Begin the all-gather of a chunk."""
+        return (yield from self._moved("S", "R", x[self.slices[number]], self.ranks))
+
+    def scatter(self, gradient: Tensor) -> Generator[Sending, Arrival, Arrival]:
+        """Begin the reduce-scatter of the gradient of a gathered chunk."""
+        return (yield from self._moved("P", "S", gradient, 1))
+
+    def _moved(self, source: str, target: str, x: Tensor, times: int) -> Generator[Sending, Arrival, Arrival]:
+        move = with_module(Move(source, target, self.names, 0, times * len(x)), always=True)
+        return (yield Collective(move, x.contiguous()))
+
+    def part(self, x: Tensor, number: int) -> Tensor:
+        """A chunk [..., ranks, n] of what lies rank by rank, [..., rows of all ranks]."""
+        return x.unflatten(-1, (self.ranks, -1))[..., self.slices[number]]
+
+    def forward(
+        self, index: Tensor, share: Tensor | None, smoothed: bool, x: Tensor, matrix: Tensor, bias: Tensor | None
+    ) -> RankCoroutine:
+        """→ sums as :class:`_ChunkedSums`, of the rows of all ranks; and what the backward needs."""
+        logits = self.logits._replace(x=x, matrix=matrix, bias=bias)
+        sums = upcast(x.new_empty(0, dtype=logits.dtype)).new_empty(3 + smoothed, len(index))
+        arrival = yield from self.gather(x, 0)
+        for i in range(len(self.slices)):
+            (here,) = arrival()
+            if i + 1 < len(self.slices):
+                arrival = yield from self.gather(x, i + 1)
+            if not (x.is_meta and i):  # one chunk takes as much memory as others
+                found = _sums_and_maxima(logits.of(here), self.part(index, i).flatten(), share, smoothed)
+                self.part(sums, i).copy_(found.unflatten(-1, (self.ranks, -1)))
+            del here
+        return sums, x, matrix, bias, index, share, sums[-1].clone()  # type: ignore[return-value]
+
+    def backward(self, gradients: Tensors, saved: Sequence[Any], wanted: Sequence[bool]) -> RankCoroutine:
+        """→ gradients of the rows, of the matrix and of the bias."""
+        x, matrix, bias, index, share, top = saved
+        logits, gradient = self.logits._replace(x=x, matrix=matrix, bias=bias), gradients[0][:-1]
+        of_x, of_weights = torch.empty_like(x) if wanted[0] else None, _LayerGradients(x, matrix, wanted)
+        arrival, behind = (yield from self.gather(x, 0)), None
+        for i in range(len(self.slices)):
+            (here,) = arrival()
+            if i + 1 < len(self.slices):
+                arrival = yield from self.gather(x, i + 1)
+            shifted = logits.of(here).sub_(self.part(top, i).reshape(-1, 1))
+            each = _logit_gradient(shifted, self.part(index, i).flatten(), share, self.part(gradient, i).flatten(1))
+            each = each.to(x.dtype)
+            del shifted
+            if of_x is not None and behind is not None:
+                (of_x[self.slices[i - 1]],) = behind()
+            if of_x is not None:
+                behind = yield from self.scatter(each @ matrix)
+            of_weights.add(each, here)
+            del each, here
+        if of_x is not None and behind is not None:
+            (of_x[self.slices[-1]],) = behind()
+        return of_x, *of_weights.found(x.dtype)  # type: ignore[return-value]
 
 
 class _SlicedCrossEntropy(NoneGradFunction):
@@ -276,8 +389,9 @@ def cross_entropy(
     (Megatron-LM); the backward communicates nothing. ``classes``: their number on all ranks; slices
     of the samples are computed in turn. None: all classes are here, and samples go at once.
     :func:`chunked_logits` send the same messages, once for all chunks."""
-    mean, chunked = reduction == "mean", isinstance(logits, ChunkedLogits)
-    values = logits.x.new_empty(0, dtype=logits.dtype) if isinstance(logits, ChunkedLogits) else logits
+    mean, chunked, values = reduction == "mean", isinstance(logits, ChunkedLogits), logits
+    if isinstance(logits, ChunkedLogits):
+        values, target = logits.x.new_empty(0, dtype=logits.dtype), logits.ordered(target)
     count = _begin_mean_divisor(values, target, weight, ignore_index, batch_axes, counted) if mean else None
     if classes is not None:
         options = weight, ignore_index, label_smoothing
@@ -364,16 +478,24 @@ def _global_chunked_sums(
     logits: ChunkedLogits, index: Tensor, share: Tensor | None, smoothed: bool, axes: Axes
 ) -> Tensor:
     """[2 or 3, rows]: sums of this rank's classes, less the maxima of all ranks' classes."""
-    *operands, chunks, dtype = logits
-    found = _ChunkedSums.apply(*operands, (chunks, dtype), index, share, smoothed)
+    comm, operands = current(), (logits.x, logits.matrix, logits.bias)
+    classes, names = len(logits.matrix), comm.active(logits.axes)
+    options = logits._replace(x=logits.x.detach(), matrix=None, bias=None)
+    if names:
+        rows = _GatheredRows(options, options.slices(), comm.size_of(names), names)
+        ahead, name = (
+            partial(rows.forward, index, share, smoothed),
+            f"a loss whose rows are gathered along {', '.join(names)}",
+        )
+        (found,) = apply_coroutines(comm, CoroutinePair(name, ahead, rows.backward), *operands)
+    else:
+        found = _ChunkedSums.apply(*operands, options, index, share, smoothed)
     (exponentials, picked, *rest), top = found[:-1], found[-1].detach()
     higher = reduce_statistic(top, axes, op="max") - top
-    sums = [
-        exponentials * (-higher).exp(),
-        picked - higher.masked_fill(~_local_class_index(index, len(logits.matrix))[1], 0),
-    ]
-    weights = len(logits.matrix) if share is None else share.sum()
-    return torch.stack([*sums, *(x - higher * weights for x in rest)])
+    here = _local_class_index(index, classes)[1]
+    weights = classes if share is None else share.sum()
+    moved = exponentials * (-higher).exp(), picked - higher.masked_fill(~here, 0)
+    return torch.stack([*moved, *(x - higher * weights for x in rest)])
 
 
 def _picked_logit(x: Tensor, dim: int, index: Tensor) -> Tensor:

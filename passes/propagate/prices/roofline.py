@@ -31,7 +31,7 @@ from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import facts_of, is_view, saved_for_backward
 from autoshard.passes.rules.families import context_parallel
 from autoshard.passes.rules.families.embedding import LOOKUP_OPS, TABLE_SUMS, TABLE_WISE_LABEL, lookup_kernels
-from autoshard.passes.rules.families.loss import CLASSES_LAST, OF_LINEAR
+from autoshard.passes.rules.families.loss import CLASSES_LAST, OF_LINEAR, gathered_label, gathered_rows
 from autoshard.passes.rules.families.windows import CONVOLUTION_RULES as CONVOLUTIONS
 from autoshard.runtime.transport.move import sums_directly
 from autoshard.torch_private.ops import OpOverload
@@ -254,7 +254,7 @@ def node_timer(
     if node.op in context_parallel.ATTENTION_OPS or (node.op in LOOKUP_OPS and graph.types[names[0]].tables):
         return anew
     if node.op is OF_LINEAR:
-        return lambda choice, shapes: _chunked_loss_seconds(node, graph, mesh, shapes)
+        return lambda choice, shapes: _chunked_loss_seconds(node, graph, mesh, choice, shapes)
     _, known = _known_node_seconds(node, graph.types).setdefault((id(mesh.hardware), traffic), (mesh.hardware, {}))
 
     def once(choice: Sequence[Strategy], shapes: tuple[tuple[int, ...], ...]) -> PhaseSeconds:
@@ -344,7 +344,9 @@ def _roofline_seconds(
     return PhaseSeconds(seconds, launches + back, (launch, launches))
 
 
-def _chunked_loss_seconds(node: Node, graph: Graph, mesh: Mesh, shapes: Sequence[tuple[int, ...]]) -> PhaseSeconds:
+def _chunked_loss_seconds(
+    node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy], shapes: Sequence[tuple[int, ...]]
+) -> PhaseSeconds:
     """Seconds of a linear layer and its loss in chunks: a chunk's, each product of logits once more
     in the backward, and the sums of gradients of the weights, which are written for every chunk."""
     values = dict(zip(node.inputs, shapes, strict=False))
@@ -354,7 +356,10 @@ def _chunked_loss_seconds(node: Node, graph: Graph, mesh: Mesh, shapes: Sequence
         node.argument("chunks"),
         [node.argument(n) for n in ("weight", "reduction", "ignore_index", "label_smoothing")],
     )
-    count = math.ceil(math.prod(values[rows][:-1]) / chunks)
+    dim = gathered_rows(choice, len(values[rows]))
+    label = None if dim is None else gathered_label(dim)
+    ranks = math.prod(n for s, n in zip(choice, mesh.shape, strict=True) if s.label == label)
+    count = ranks * math.ceil(math.prod(values[rows][:-1]) / chunks)
     local[rows] = replace(local[rows], shape=(count, values[rows][-1]))
     local[target] = replace(local[target], shape=(count,))
     inputs = tuple(Input(name, "input", name) for name in local)

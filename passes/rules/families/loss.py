@@ -7,12 +7,13 @@ tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from autoshard.aten import aten
-from autoshard.layout import I, Shard
+from autoshard.layout import I, R, Shard
+from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import InternalCollective, LocalCall, axes_argument
 from autoshard.passes.rules.base import (
@@ -73,6 +74,30 @@ def _cross_entropy(node: Node, graph: Graph) -> Factors:
     return replace(_sample_factors(node, graph), reduced={"vocab": I})
 
 
+def _chunked_cross_entropy(node: Node, graph: Graph) -> Space:
+    """Also rows and classes sharded alike: ranks gather a chunk of the rows of each at a time."""
+    found = _cross_entropy(node, graph)
+    rows = graph.shape(node.argument("self"))[:-1] if REDUCTIONS[node.argument("reduction")] != "none" else ()
+    gathered = []
+    for d, n in enumerate(rows):
+        at = {"self": Shard(d), "matrix": Shard(0), "bias": Shard(0)}
+        others = frozenset((f"d{d}", *(gathered_label(e) for e in range(len(rows)) if e != d)))
+        placed = tuple(at.get(name, R) for name in node.positions)
+        gathered.append(Strategy(gathered_label(d), placed, (I,), n, True, divides=True, apart=others, joins="none"))
+    return *found.strategies(node, graph), *gathered
+
+
+def gathered_label(dim: int) -> str:
+    """Label of the strategy that shards classes, and dim ``dim`` of rows that are gathered in chunks."""
+    return f"vocab/d{dim}"
+
+
+def gathered_rows(choice: Sequence[Strategy], ndim: int) -> int | None:
+    """The dim of the rows that a choice gathers in chunks, if any; ``ndim``: of their operand."""
+    labels = {s.label for s in choice}
+    return next((d for d in range(ndim - 1) if gathered_label(d) in labels), None)
+
+
 def _spared_count(site: Site, c: InternalCollective) -> InternalCollective:
     """The count of "mean": with unsharded labels every rank counts all of them itself."""
     counts = set(c.axes) <= set(_batch_axes(site))
@@ -82,7 +107,8 @@ def _spared_count(site: Site, c: InternalCollective) -> InternalCollective:
 def _batch_axes(site: Site) -> tuple[str, ...]:
     """Mesh axes that shard the logits, except their classes."""
     class_dim = class_dim_of(site.node, site.graph)
-    placed = zip(site.mesh.axes, site.inputs[0].placements, strict=True)
+    operand = site.node.positions["target"] if site.node.op is OF_LINEAR else 0
+    placed = zip(site.mesh.axes, site.inputs[operand].placements, strict=True)
     return tuple(a for a, p in placed if isinstance(p, Shard) and p.dim != class_dim)
 
 
@@ -141,6 +167,8 @@ def _cross_entropy_of_rows(site: Site) -> LocalCall:
     if node.op is OF_LINEAR:
         dtype, bias = node.argument("dtype"), node.argument("bias")
         extra = {"chunks": node.argument("chunks")} | ({"dtype": dtype} if dtype != site.in_type(0).dtype else {})
+        if (dim := gathered_rows(site.choice, len(site.in_type(0).shape))) is not None:
+            extra |= {"dim": dim, "axes": axes_argument(site.axes(gathered_label(dim)))}
         rows = LocalCall("chunked_logits", (logits, node.argument("matrix"), *[bias] * (bias is not None)), extra)
     call = LocalCall(fn, (rows, LocalCall(flat, (target, *but_last), {}), *others), found.kwargs)
     if REDUCTIONS[node.argument("reduction")] != "none":
@@ -283,7 +311,7 @@ LOSS_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         OF_LINEAR,
-        _cross_entropy,
+        _chunked_cross_entropy,
         _cross_entropy_of_rows,
         _linear_flops,
         "... _, ..., vocab _, vocab, _ -> ... (none), P (sum, mean); vocab: I",
