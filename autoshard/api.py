@@ -202,7 +202,7 @@ def compile(  # noqa: A001  the public name
     named |= {"recompute": recompute, "strict": strict, "objective": objective, "profile": profile, "like": like}
     named |= {"stages": stages, "schedule": schedule, "stages_per_rank": stages_per_rank}
     named |= {"exact_dropout": _runs_on_cpu(model) or None if exact_dropout is None else exact_dropout}
-    named |= {"loss_chunks": parse_micro_batches(loss_chunks, "loss_chunks")}
+    named |= {"loss_chunks": loss_chunks}
     opts = _make_compile_options(
         model, mixed_precision, micro_batches, mesh=resolved, example=(example_args, example_kwargs), **named
     )
@@ -239,6 +239,7 @@ def _make_compile_options(
     if mesh is not None:
         asked = _as_configured(asked, mesh, example)
     asked |= {"micro_batches": parse_micro_batches(asked["micro_batches"])}
+    asked |= {"loss_chunks": parse_micro_batches(asked.get("loss_chunks", "auto"), "loss_chunks")}
     asked |= {"mixed_precision": precision_of(mixed_precision)}
     return CompileOptions(type(model).__name__, **asked).as_planned()
 
@@ -400,7 +401,7 @@ def plan(
     named: dict[str, Any] = {"hints": hints, "memory_budget": memory_budget, "optimizer": optimizer, "strict": strict}
     named |= {"recompute": recompute, "objective": objective, "profile": profile, "like": like}
     named |= {"stages": stages, "schedule": schedule, "stages_per_rank": stages_per_rank}
-    named |= {"exact_dropout": exact_dropout, "loss_chunks": parse_micro_batches(loss_chunks, "loss_chunks")}
+    named |= {"exact_dropout": exact_dropout, "loss_chunks": loss_chunks}
     known = None if mesh is None else Mesh.of(mesh, hardware)
     opts = _make_compile_options(model, mixed_precision, micro_batches, mesh=known, example=example, **named)
     stages, count = opts.stages, opts.micro_batches

@@ -5,6 +5,7 @@ Imports torch and nothing of the compiler."""
 from torch import reshape
 
 from autoshard.runtime.operations import autograd_ops, checks, grouped, losses  # noqa: F401  their ops
+from autoshard.runtime.operations.chunked_logits import chunked_logits
 from autoshard.runtime.operations.collective_matmul import gather_products, scatter_product
 from autoshard.runtime.operations.collectives import (
     all_gather,
@@ -115,7 +116,7 @@ from autoshard.runtime.operations.indexing import (
     sharded_select,
     sharded_slice,
 )
-from autoshard.runtime.operations.losses import chunked_logits, cross_entropy, nll_loss
+from autoshard.runtime.operations.losses import cross_entropy, nll_loss
 from autoshard.runtime.operations.random import draw, draw_like, draw_whole, native_dropout, rrelu
 from autoshard.runtime.operations.ranking import (
     argmax,

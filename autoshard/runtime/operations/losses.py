@@ -7,9 +7,8 @@ rows once more."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +16,17 @@ from torch import Tensor
 
 from autoshard.aten import aten
 from autoshard.runtime.operations.checks import check_range
+from autoshard.runtime.operations.chunked_logits import (
+    ChunkedLogits,
+    broadcast_along,
+    chunked_class_sums,
+    class_sums,
+    logit_gradient,
+)
 from autoshard.runtime.operations.collectives import begin_sum, offset, reduce_statistic
 from autoshard.runtime.operations.reductions import sharded_maximum, upcast
 from autoshard.runtime.transport.autograd import NoneGradFunction, register_recomputed_backward
 from autoshard.runtime.transport.communicator import Axes, current
-from autoshard.runtime.transport.coroutine_autograd import CoroutinePair, apply_coroutines
-from autoshard.runtime.transport.move import Move
-from autoshard.runtime.transport.profiling import with_module
-from autoshard.runtime.transport.rank_coroutines import Arrival, Collective, RankCoroutine, Sending, Tensors
 
 SLICE_ELEMENTS = 1 << 23
 """elements of a slice, which has at least one row"""
@@ -44,211 +46,20 @@ class _CrossEntropySums(NoneGradFunction):
         ctx.smoothed = smoothed
         sums = top.new_empty(2 + smoothed, *index.shape)
         for rows in _row_slices(logits):
-            sums[:, rows] = _class_sums(upcast(logits[rows]) - top[rows], index[rows], share, smoothed)
+            sums[:, rows] = class_sums(upcast(logits[rows]) - top[rows], index[rows], share, smoothed)
         return sums
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         logits, top, index, share = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph
-            sums = _class_sums(upcast(logits) - top, index, share, ctx.smoothed)
+            sums = class_sums(upcast(logits) - top, index, share, ctx.smoothed)
             return *torch.autograd.grad(sums, logits, gradient, create_graph=True), None, None, None, None
         found = torch.empty_like(logits)
         for rows in _row_slices(logits):
             shifted = upcast(logits[rows]) - top[rows]
-            found[rows] = _logit_gradient(shifted, index[rows], share, gradient[:, rows])
+            found[rows] = logit_gradient(shifted, index[rows], share, gradient[:, rows])
         return found, None, None, None, None
-
-
-class ChunkedLogits(NamedTuple):
-    """Logits of a linear layer, of which one chunk of rows exists at a time."""
-
-    x: Tensor
-    """[rows, features]"""
-    matrix: Tensor
-    """[classes, features]"""
-    bias: Tensor | None
-    chunks: int
-    dtype: torch.dtype
-    """to which the results of the layer are cast"""
-    lead: tuple[int, ...]
-    """the dims that rows are made of, on this rank"""
-    dim: int
-    axes: Axes
-    """mesh axes that shard ``dim`` of the rows, whose chunks all ranks gather"""
-
-    def of(self, x: Tensor) -> Tensor:
-        """The logits [n, classes] of some rows [n, features], in at least float32."""
-        return upcast(F.linear(x, self.matrix, self.bias).to(self.dtype))
-
-    def slices(self) -> list[slice]:
-        """The chunks of this rank's rows; on meta tensors that are not gathered the first only, which
-        takes as much memory as others."""
-        count, first = len(self.x), self.x.is_meta and not self.axes
-        step = max(1, -(-count // self.chunks))
-        return [
-            slice(start, min(start + step, count)) for start in range(0, min(count, step) if first else count, step)
-        ]
-
-    def ordered(self, target: Tensor) -> Tensor:
-        """``target`` of all ranks' rows, rank by rank."""
-        ranks = current().size_of(current().active(self.axes))
-        if ranks == 1:
-            return target
-        whole = [n * ranks if d == self.dim else n for d, n in enumerate(self.lead)]
-        return target.view(whole).unflatten(self.dim, (ranks, -1)).movedim(self.dim, 0).flatten()
-
-
-def chunked_logits(
-    x: Tensor,
-    matrix: Tensor,
-    bias: Tensor | None = None,
-    *,
-    chunks: int,
-    dtype: torch.dtype | None = None,
-    dim: int = 0,
-    axes: Axes = (),
-) -> ChunkedLogits:
-    """``F.linear(x, matrix, bias)`` for :func:`cross_entropy`, a chunk of the rows of ``x`` [..., features] at a time.
-
-    ``chunks``: their number; ``dtype``: to which the logits are cast. ``axes`` shard the classes, and
-    ``dim`` of ``x`` evenly: the ranks gather a chunk of each, forward and backward, and reduce-scatter
-    its gradient. Then there is no second derivative."""
-    return ChunkedLogits(x.flatten(0, -2), matrix, bias, chunks, dtype or x.dtype, x.shape[:-1], dim, axes)
-
-
-def _sums_and_maxima(logits: Tensor, index: Tensor, share: Tensor | None, smoothed: bool) -> Tensor:
-    """[3 or 4, n]: :func:`_class_sums` of a chunk less its maxima, and these; ``logits`` are overwritten."""
-    top = logits.amax(1) if logits.shape[1] else logits.new_full(logits.shape[:1], -torch.inf)
-    top.clamp_min_(torch.finfo(logits.dtype).min / 4)  # differences of maxima stay finite
-    return torch.cat([_class_sums(logits.sub_(top.unsqueeze(1)), index, share, smoothed), top.unsqueeze(0)])
-
-
-class _LayerGradients:
-    """Gradients of a linear layer's weights, summed over chunks in at least float32."""
-
-    def __init__(self, x: Tensor, matrix: Tensor, wanted: Sequence[bool]) -> None:
-        wide = upcast(x.new_empty(0))
-        self.matrix = wide.new_zeros(matrix.shape) if wanted[1] else None
-        self.bias = wide.new_zeros(len(matrix)) if wanted[2] else None
-
-    def add(self, gradient: Tensor, x: Tensor) -> None:
-        """Add those of one chunk: gradient [n, classes] of the logits of ``x`` [n, features]."""
-        if self.matrix is not None and self.matrix.dtype == x.dtype:
-            self.matrix.addmm_(gradient.T, x)
-        elif self.matrix is not None:
-            self.matrix += gradient.T @ x
-        if self.bias is not None:
-            self.bias += gradient.sum(0)
-
-    def found(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """(of the matrix, of the bias), cast to ``dtype``."""
-        matrix, self.matrix = self.matrix, None
-        return None if matrix is None else matrix.to(dtype), None if self.bias is None else self.bias.to(dtype)
-
-
-class _ChunkedSums(NoneGradFunction):
-    """[3 or 4, rows]: :class:`_CrossEntropySums` of chunked logits, and the maxima that they subtract."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
-        options, index, share, smoothed = given
-        logits = options._replace(x=x, matrix=matrix, bias=bias)
-        sums = upcast(x.new_empty(0, dtype=logits.dtype)).new_empty(3 + smoothed, len(x))
-        for rows in logits.slices():
-            sums[:, rows] = _sums_and_maxima(logits.of(x[rows]), index[rows], share, smoothed)
-        ctx.save_for_backward(x, matrix, bias, index, share, sums[-1].clone())
-        ctx.logits, ctx.smoothed = logits._replace(x=None, matrix=None, bias=None), smoothed
-        return sums
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, matrix, bias, index, share, top = ctx.saved_tensors
-        logits, gradient, top = ctx.logits._replace(x=x, matrix=matrix, bias=bias), gradient[:-1], top.unsqueeze(1)
-        wanted = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():  # create_graph
-            sums = _class_sums(logits.of(x) - top, index, share, ctx.smoothed)
-            of = [operand for operand, wants in zip((x, matrix, bias), wanted, strict=True) if wants]
-            found = iter(torch.autograd.grad(sums, of, gradient, create_graph=True))
-            return *(next(found) if wants else None for wants in wanted), None, None, None, None
-        of_x, of_weights = torch.empty_like(x) if wanted[0] else None, _LayerGradients(x, matrix, wanted)
-        for rows in logits.slices():
-            shifted = logits.of(x[rows]).sub_(top[rows])
-            each = _logit_gradient(shifted, index[rows], share, gradient[:, rows]).to(x.dtype)
-            del shifted
-            if of_x is not None:
-                of_x[rows] = each @ matrix
-            of_weights.add(each, x[rows])
-            del each
-        return of_x, *of_weights.found(x.dtype), None, None, None, None
-
-
-class _GatheredRows(NamedTuple):
-    """Rows of chunked logits that all ranks gather, a chunk of each rank's at a time."""
-
-    logits: ChunkedLogits
-    """without its tensors"""
-    slices: list[slice]
-    ranks: int
-    names: tuple[str, ...]
-    """active mesh axes"""
-
-    def gather(self, x: Tensor, number: int) -> Generator[Sending, Arrival, Arrival]:
-        """Begin the all-gather of a chunk."""
-        return (yield from self._moved("S", "R", x[self.slices[number]], self.ranks))
-
-    def scatter(self, gradient: Tensor) -> Generator[Sending, Arrival, Arrival]:
-        """Begin the reduce-scatter of the gradient of a gathered chunk."""
-        return (yield from self._moved("P", "S", gradient, 1))
-
-    def _moved(self, source: str, target: str, x: Tensor, times: int) -> Generator[Sending, Arrival, Arrival]:
-        move = with_module(Move(source, target, self.names, 0, times * len(x)), always=True)
-        return (yield Collective(move, x.contiguous()))
-
-    def part(self, x: Tensor, number: int) -> Tensor:
-        """A chunk [..., ranks, n] of what lies rank by rank, [..., rows of all ranks]."""
-        return x.unflatten(-1, (self.ranks, -1))[..., self.slices[number]]
-
-    def forward(
-        self, index: Tensor, share: Tensor | None, smoothed: bool, x: Tensor, matrix: Tensor, bias: Tensor | None
-    ) -> RankCoroutine:
-        """→ sums as :class:`_ChunkedSums`, of the rows of all ranks; and what the backward needs."""
-        logits = self.logits._replace(x=x, matrix=matrix, bias=bias)
-        sums = upcast(x.new_empty(0, dtype=logits.dtype)).new_empty(3 + smoothed, len(index))
-        arrival = yield from self.gather(x, 0)
-        for i in range(len(self.slices)):
-            (here,) = arrival()
-            if i + 1 < len(self.slices):
-                arrival = yield from self.gather(x, i + 1)
-            if not (x.is_meta and i):  # one chunk takes as much memory as others
-                found = _sums_and_maxima(logits.of(here), self.part(index, i).flatten(), share, smoothed)
-                self.part(sums, i).copy_(found.unflatten(-1, (self.ranks, -1)))
-            del here
-        return sums, x, matrix, bias, index, share, sums[-1].clone()  # type: ignore[return-value]
-
-    def backward(self, gradients: Tensors, saved: Sequence[Any], wanted: Sequence[bool]) -> RankCoroutine:
-        """→ gradients of the rows, of the matrix and of the bias."""
-        x, matrix, bias, index, share, top = saved
-        logits, gradient = self.logits._replace(x=x, matrix=matrix, bias=bias), gradients[0][:-1]
-        of_x, of_weights = torch.empty_like(x) if wanted[0] else None, _LayerGradients(x, matrix, wanted)
-        arrival, behind = (yield from self.gather(x, 0)), None
-        for i in range(len(self.slices)):
-            (here,) = arrival()
-            if i + 1 < len(self.slices):
-                arrival = yield from self.gather(x, i + 1)
-            shifted = logits.of(here).sub_(self.part(top, i).reshape(-1, 1))
-            each = _logit_gradient(shifted, self.part(index, i).flatten(), share, self.part(gradient, i).flatten(1))
-            each = each.to(x.dtype)
-            del shifted
-            if of_x is not None and behind is not None:
-                (of_x[self.slices[i - 1]],) = behind()
-            if of_x is not None:
-                behind = yield from self.scatter(each @ matrix)
-            of_weights.add(each, here)
-            del each, here
-        if of_x is not None and behind is not None:
-            (of_x[self.slices[-1]],) = behind()
-        return of_x, *of_weights.found(x.dtype)  # type: ignore[return-value]
 
 
 class _SlicedCrossEntropy(NoneGradFunction):
@@ -299,41 +110,6 @@ def _row_slices(logits: Tensor) -> Iterator[Any]:
     piece = SLICE_ELEMENTS if logits.device.type in ("cpu", "meta") else ACCELERATOR_SLICE_FACTOR * SLICE_ELEMENTS
     step = max(1, piece * count // max(1, logits.numel()))
     yield from (slice(start, start + step) for start in range(0, min(count, step) if logits.is_meta else count, step))
-
-
-def _class_sums(x: Tensor, index: Tensor, share: Tensor | None, smoothed: bool) -> Tensor:
-    """The sums of shifted logits ``x``, which are overwritten unless gradients are recorded."""
-    dim = min(x.dim() - 1, 1)
-    at, here = _local_class_index(index, x.shape[dim])
-    picked = x.gather(dim, at).squeeze(dim) if x.shape[dim] else x.sum(dim)
-    rest = [(x if share is None else x * broadcast_along(share, dim, x.dim())).sum(dim)] if smoothed else []
-    exponentials = x.exp() if torch.is_grad_enabled() else x.exp_()
-    return torch.stack([exponentials.sum(dim), picked.masked_fill(~here, 0), *rest])
-
-
-def _logit_gradient(x: Tensor, index: Tensor, share: Tensor | None, gradient: Tensor) -> Tensor:
-    """Gradient of shifted logits, written over ``x``, given those of the sums [2 or 3, n, …]."""
-    dim = min(x.dim() - 1, 1)
-    exponentials, picked, *rest = (g.unsqueeze(dim) for g in gradient)
-    found = x.exp_().mul_(exponentials)
-    if found.shape[dim]:
-        at, here = _local_class_index(index, found.shape[dim])
-        # one element per row
-        found.scatter_(dim, at, found.gather(dim, at) + picked.masked_fill(~here.unsqueeze(dim), 0))
-    if rest:
-        found += rest[0] if share is None else rest[0] * broadcast_along(share, dim, found.dim())
-    return found
-
-
-def _local_class_index(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """(``index`` with a class dim, 0 where it is outside ``size``; whether it is inside)."""
-    here = (index >= 0) & (index < size)
-    return index.where(here, 0).unsqueeze(min(index.dim(), 1)), here
-
-
-def broadcast_along(vector: Tensor, dim: int, rank: int) -> Tensor:
-    """``vector`` as a tensor of ``rank`` dims that varies along ``dim``."""
-    return vector.view([-1 if d == dim else 1 for d in range(rank)])
 
 
 _NAME, _OF_LINEAR = "autoshard::cross_entropy_loss", "autoshard::linear_cross_entropy"
@@ -389,13 +165,15 @@ def cross_entropy(
     (Megatron-LM); the backward communicates nothing. ``classes``: their number on all ranks; slices
     of the samples are computed in turn. None: all classes are here, and samples go at once.
     :func:`chunked_logits` send the same messages, once for all chunks."""
-    mean, chunked, values = reduction == "mean", isinstance(logits, ChunkedLogits), logits
+    mean = reduction == "mean"
     if isinstance(logits, ChunkedLogits):
-        values, target = logits.x.new_empty(0, dtype=logits.dtype), logits.ordered(target)
+        values, target = logits.x.new_empty(0, dtype=logits.rows.dtype), logits.rows.ordered(target)
+    else:
+        values = logits
     count = _begin_mean_divisor(values, target, weight, ignore_index, batch_axes, counted) if mean else None
     if classes is not None:
         options = weight, ignore_index, label_smoothing
-        if class_axes or chunked:
+        if class_axes or isinstance(logits, ChunkedLogits):
             loss = _vocab_parallel_loss(logits, target, *options, classes, class_axes)
         else:
             loss = _SlicedCrossEntropy.apply(values, target, *options)
@@ -449,7 +227,7 @@ def _vocab_parallel_loss(
     start, length = current().chunk(classes, current().active(axes))
     share = None if weight is None else weight[start : start + length]
     if isinstance(logits, ChunkedLogits):
-        sums = _global_chunked_sums(logits, target - start, share, bool(smoothing), axes)
+        sums = chunked_class_sums(logits, target - start, share, bool(smoothing), axes)
     else:
         dim = min(logits.dim() - 1, 1)
         top = upcast(sharded_maximum(logits, dim, axes))
@@ -472,30 +250,6 @@ def _vocab_parallel_loss(
         total_weight = classes if weight is None else weight.sum()
         loss = (1 - smoothing) * loss + smoothing / classes * (log_sum * total_weight - rest[0])
     return loss.masked_fill(~valid, 0)
-
-
-def _global_chunked_sums(
-    logits: ChunkedLogits, index: Tensor, share: Tensor | None, smoothed: bool, axes: Axes
-) -> Tensor:
-    """[2 or 3, rows]: sums of this rank's classes, less the maxima of all ranks' classes."""
-    comm, operands = current(), (logits.x, logits.matrix, logits.bias)
-    classes, names = len(logits.matrix), comm.active(logits.axes)
-    options = logits._replace(x=logits.x.detach(), matrix=None, bias=None)
-    if names:
-        rows = _GatheredRows(options, options.slices(), comm.size_of(names), names)
-        ahead, name = (
-            partial(rows.forward, index, share, smoothed),
-            f"a loss whose rows are gathered along {', '.join(names)}",
-        )
-        (found,) = apply_coroutines(comm, CoroutinePair(name, ahead, rows.backward), *operands)
-    else:
-        found = _ChunkedSums.apply(*operands, options, index, share, smoothed)
-    (exponentials, picked, *rest), top = found[:-1], found[-1].detach()
-    higher = reduce_statistic(top, axes, op="max") - top
-    here = _local_class_index(index, classes)[1]
-    weights = classes if share is None else share.sum()
-    moved = exponentials * (-higher).exp(), picked - higher.masked_fill(~here, 0)
-    return torch.stack([*moved, *(x - higher * weights for x in rest)])
 
 
 def _picked_logit(x: Tensor, dim: int, index: Tensor) -> Tensor:

@@ -347,42 +347,36 @@ def _roofline_seconds(
 def _chunked_loss_seconds(
     node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy], shapes: Sequence[tuple[int, ...]]
 ) -> PhaseSeconds:
-    """Seconds of a linear layer and its loss in chunks: a chunk's, each product of logits once more
-    in the backward, and the sums of gradients of the weights, which are written for every chunk."""
+    """Seconds of a linear layer and its loss in chunks: of one chunk, times their number.
+
+    The backward computes logits once more, and writes the sums of the gradients of weights per chunk."""
     values = dict(zip(node.inputs, shapes, strict=False))
     local = {n: replace(graph.types[n].example, shape=x) for n, x in values.items()}
     rows, target, matrix = (node.argument(name).name for name in ("self", "target", "matrix"))
-    chunks, options = (
-        node.argument("chunks"),
-        [node.argument(n) for n in ("weight", "reduction", "ignore_index", "label_smoothing")],
-    )
-    dim = gathered_rows(choice, len(values[rows]))
+    *lead, features = values[rows]
+    dim, chunks = gathered_rows(choice, len(values[rows])), max(1, min(node.argument("chunks"), math.prod(lead)))
     label = None if dim is None else gathered_label(dim)
     ranks = math.prod(n for s, n in zip(choice, mesh.shape, strict=True) if s.label == label)
-    count = ranks * math.ceil(math.prod(values[rows][:-1]) / chunks)
-    local[rows] = replace(local[rows], shape=(count, values[rows][-1]))
-    local[target] = replace(local[target], shape=(count,))
+    count = ranks * math.ceil(math.prod(lead) / chunks)
+    local |= {rows: replace(local[rows], shape=(count, features)), target: replace(local[target], shape=(count,))}
     inputs = tuple(Input(name, "input", name) for name in local)
-    build = NodeBuilder(replace(graph, inputs=inputs, types=local, nodes=()))
+    build = NodeBuilder(replace(graph, inputs=inputs, types=local, nodes=(), outputs=()))
     build.place = node
     logits = build(aten.linear.default, Ref(rows), Ref(matrix), node.argument("bias"))
-    cast = build(aten._to_copy.default, logits, dtype=node.argument("dtype"))
-    build(CLASSES_LAST, cast, Ref(target), *options)
-    part = replace(build.graph, nodes=tuple(build.nodes), types=build.types, outputs=())
-    whole = (Strategy("I", (), ()),) * mesh.ndim
+    if local[rows].dtype != (dtype := node.argument("dtype")):
+        logits = build(aten._to_copy.default, logits, dtype=dtype)
+    build(CLASSES_LAST, logits, Ref(target), label_smoothing=node.argument("label_smoothing"))
+    part = replace(build.graph, nodes=tuple(build.nodes), types=build.types)
+    unsharded = (Strategy("I", (), ()),) * mesh.ndim
     traffic = fused_traffic(part) if mesh.hardware.fuses else {}
-    each = [
-        node_timer(n, part, mesh, traffic.get(n.name))(whole, part.shapes(n.values))
-        for n in part.nodes
-        if n.op is not aten._to_copy.default or local[rows].dtype != node.argument("dtype")
-    ]
-    forward, launch = chunks * math.fsum(x.forward for x in each), chunks * math.fsum(x.launches[0] for x in each)
+    each = [node_timer(n, part, mesh, traffic.get(n.name))(unsharded, part.shapes(n.values)) for n in part.nodes]
+    ahead, launch = (chunks * math.fsum(x) for x in zip(*((x.forward, x.launches[0]) for x in each), strict=True))
     if not graph.is_differentiable(node):
-        return PhaseSeconds(forward, 0.0, (launch, 0.0))
+        return PhaseSeconds(ahead, 0.0, (launch, 0.0))
     again = math.fsum(x.forward for x in each[:-1])
-    sums = mesh.hardware.traffic_seconds(2 * math.prod(values[matrix]) * max(4, local[matrix].dtype.itemsize))
-    back = chunks * (again + math.fsum(x.backward for x in each) + sums * local[matrix].grad)
-    return PhaseSeconds(forward, back, (launch, chunks * math.fsum(x.launches[1] for x in each) + launch))
+    summed = 2 * math.prod(values[matrix]) * max(4, local[matrix].dtype.itemsize) * local[matrix].grad
+    back = again + math.fsum(x.backward for x in each) + mesh.hardware.traffic_seconds(summed)
+    return PhaseSeconds(ahead, chunks * back, (launch, launch + chunks * math.fsum(x.launches[1] for x in each)))
 
 
 def _product_timer(
