@@ -116,7 +116,10 @@ def compile_graph(
     asked = (*opts.words(), *["--dynamic"] * bool(graph.symbols.read))
     found = replace(found, plan=replace(found.plan, asked=asked))
     if not known.later:
-        found = replace(found, plan=replace(found.plan, baselines=baselines_of(search_graph, graph, mesh, opts, known)))
+        alike = replace(opts, loss_chunks=found.plan.loss_chunks)
+        found = replace(
+            found, plan=replace(found.plan, baselines=baselines_of(search_graph, graph, mesh, alike, known))
+        )
     if dumped:
         dumps.dump_compilation(found.plan, found.program, lambda: found.source.text, folder)
     return found

@@ -36,6 +36,7 @@ from autoshard.passes.propagate.planner import ALONE, Planner, SearchSettings
 from autoshard.passes.propagate.zigzag import to_zigzag_order, zigzag_ranks
 from autoshard.passes.rules.restrictions import check_rules
 from autoshard.passes.search.candidates import Candidates
+from autoshard.passes.search.limits import OUTER_LIMITS
 from autoshard.plans.describe import describe_program
 from autoshard.plans.options import NOTHING_KNOWN, CompileOptions, KnownLayouts
 from autoshard.plans.plan import Compiled, Plan
@@ -54,10 +55,6 @@ def plan_cheaper_order(graph: Graph, mesh: Mesh, opts: CompileOptions, known: Kn
         with orders.attempt("zigzag order"):  # it does not fit, or contradicts the options
             orders.add(_in_order(graph, ranks, mesh, opts, known))
     return orders.cheapest()
-
-
-SMALL_SHARE = 0.01
-"""share of the memory budget that a rank's logits must take for chunks to be tried, a choice"""
 
 
 def plan_loss_chunks(
@@ -86,7 +83,7 @@ def plan_loss_chunks(
     with found.attempt("the loss at once"):
         found.add(chunked(1))
     fast = found.best is not None and not _is_limited(found.best.plan)
-    small = logits_bytes(graph) / micro_batches / mesh.size < SMALL_SHARE * opts.budget(mesh.hardware)
+    small = logits_bytes(graph) / micro_batches / mesh.size < OUTER_LIMITS.small_share * opts.budget(mesh.hardware)
     if fast or small or opts.quick or known.boundaries is not None or is_time_up():
         return found.cheapest()
     if reason and found.best is not None:

@@ -113,7 +113,8 @@ def losses_run_in_chunks() -> None:
         torch.manual_seed(0)
         model, tp = NextToken().double(), autoshard.Mesh({"tp": dist.get_world_size()}, hardware="cpu")
         with gathering_rows() if gathers else contextlib.nullcontext():
-            steps_alike(model, tp, tokens_and_labels(), {}, 3, loss_chunks=3, like="megatron-sp")
+            like = None if gathers else "megatron-sp"
+            steps_alike(model, tp, tokens_and_labels(), {}, 3, loss_chunks=3, like=like, parts=None)
 
 
 OF_OUTPUTS = {

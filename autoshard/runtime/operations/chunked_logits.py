@@ -5,6 +5,7 @@ be sharded over the ranks that share the classes: then a chunk of each is gather
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,11 +46,12 @@ class RowChunks(NamedTuple):
         return upcast(F.linear(x, matrix, bias).to(self.dtype))
 
     def slices(self, x: Tensor) -> list[slice]:
-        """The chunks of the rows x; on meta tensors that are not gathered the first only, which takes
-        as much memory as others."""
-        step = max(1, -(-len(x) // self.number))
-        found = [slice(start, min(start + step, len(x))) for start in range(0, len(x), step)]
-        return found[:1] if x.is_meta and not self.axes else found
+        """The chunks of the rows x, the longest first; as many on all ranks where these gather them.
+
+        On meta tensors that are not gathered the first only, which takes as much memory as others."""
+        ends = [-(-len(x) * i // self.number) for i in range(self.number + 1)]
+        found = [slice(*pair) for pair in itertools.pairwise(ends)]
+        return found if self.axes else found[:1] if x.is_meta else [part for part in found if part.start < part.stop]
 
     def ordered(self, target: Tensor) -> Tensor:
         """``target`` [rows of all ranks], rank by rank."""
@@ -157,7 +159,8 @@ class _GatheredRows(NamedTuple):
 
     chunks: RowChunks
     slices: list[slice]
-    names: tuple[str, ...]
+    move: Move
+    """of rows, to all ranks"""
     ranks: int
 
     def gather(self, x: Tensor, number: int) -> Generator[Sending, Arrival, Arrival]:
@@ -169,8 +172,7 @@ class _GatheredRows(NamedTuple):
         return (yield from self._moved("P", "S", gradient, 1))
 
     def _moved(self, source: str, target: str, x: Tensor, times: int) -> Generator[Sending, Arrival, Arrival]:
-        move = with_module(Move(source, target, self.names, 0, times * len(x)), always=True)
-        return (yield Collective(move, x.contiguous()))
+        return (yield Collective(self.move._replace(source=source, target=target, size=times * len(x)), x.contiguous()))
 
     def part(self, x: Tensor, number: int) -> Tensor:
         """A chunk [..., ranks, n] of what lies rank by rank, [..., rows of all ranks]."""
@@ -224,7 +226,8 @@ def chunked_class_sums(
     """[2 or 3, rows]: :func:`class_sums` of this rank's classes, less the maxima of all ranks' classes."""
     comm, (*operands, chunks) = current(), logits
     if names := chunks.names:
-        rows = _GatheredRows(chunks, chunks.slices(logits.x), names, comm.size_of(names))
+        move = with_module(Move("S", "R", names, 0), always=True)
+        rows = _GatheredRows(chunks, chunks.slices(logits.x), move, comm.size_of(names))
         ahead, name = (
             partial(rows.forward, index, share, smoothed),
             f"a loss whose rows are gathered along {', '.join(names)}",

@@ -166,7 +166,10 @@ def _cross_entropy_of_rows(site: Site) -> LocalCall:
     rows = LocalCall(flat, (logits, 0, -2), {})
     if node.op is OF_LINEAR:
         dtype, bias = node.argument("dtype"), node.argument("bias")
-        extra = {"chunks": node.argument("chunks")} | ({"dtype": dtype} if dtype != site.in_type(0).dtype else {})
+        chunks = node.argument("chunks")
+        if not site.graph.symbols.read:  # at most one per row of the fullest rank
+            chunks = max(1, min(chunks, math.prod(site.local_shape("self")[:-1])))
+        extra = {"chunks": chunks} | ({"dtype": dtype} if dtype != site.in_type(0).dtype else {})
         if (dim := gathered_rows(site.choice, len(site.in_type(0).shape))) is not None:
             extra |= {"dim": dim, "axes": axes_argument(site.axes(gathered_label(dim)))}
         rows = LocalCall("chunked_logits", (logits, node.argument("matrix"), *[bias] * (bias is not None)), extra)

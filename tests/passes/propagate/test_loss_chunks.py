@@ -22,15 +22,15 @@ from autoshard.plans.options import CompileOptions
 from autoshard.runtime.operations.chunked_logits import RowChunks
 
 WEIGHTS = torch.rand(51, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 0.5
-SP = {"dp": "fsdp", "tp": "megatron-sp"}
 CASES: dict[str, tuple[dict[str, int], int, dict[str, Any], dict[str, Any]]] = {
     "classes": ({"tp": 2}, 3, {}, {"like": "megatron"}),
-    "gathered": ({"dp": 2, "tp": 2}, 3, {}, {"like": SP}),
+    "gathered": ({"dp": 2, "tp": 2}, 3, {}, {"like": {"dp": "fsdp"}}),
     "one chunk": ({"tp": 2}, 1, {}, {"like": "megatron"}),
     "a row each": ({"tp": 4}, 100, {"label_smoothing": 0.1}, {"like": "megatron"}),
     "samples": ({"dp": 3}, 3, {"reduction": "sum", "bias": False}, {"like": "ddp"}),
     "weights": ({"dp": 2, "tp": 2}, 2, {"weight": WEIGHTS, "label_smoothing": 0.2}, {"like": {"tp": "megatron"}}),
-    "gathered weights": ({"tp": 2}, 3, {"weight": WEIGHTS, "label_smoothing": 0.2}, {"like": "megatron-sp"}),
+    "gathered by some ranks": ({"dp": 3, "tp": 2}, 4, {}, {"like": {"dp": "ddp"}}),
+    "gathered weights": ({"tp": 2}, 3, {"weight": WEIGHTS, "label_smoothing": 0.2}, {}),
     "each sample": ({"dp": 2, "tp": 2}, 3, {"reduction": "none"}, {"like": {"dp": "fsdp", "tp": "megatron"}}),
     "more ranks than classes": ({"tp": 4}, 2, {"vocab": 3, "label_smoothing": 0.1}, {"like": "megatron"}),
     "micro-batches": ({"dp": 2, "tp": 2}, 3, {}, {"like": {"dp": "ddp", "tp": "megatron-sp"}, "micro_batches": 2}),
@@ -44,8 +44,12 @@ def test_steps_are_those_of_one_device(name: str) -> None:
     axes, chunks, made, asked = CASES[name]
     torch.manual_seed(0)
     model, inputs = NextToken(**made).double(), tokens_and_labels(vocab=made.get("vocab", 51))
-    with gathering_rows() if name.startswith("gathered") else contextlib.nullcontext():
-        steps_alike(model, ideal(axes), inputs, {}, 3, loss_chunks=chunks, **asked)
+    gathers = gathering_rows(*["d0"] * ("dp" in axes)) if "gathered" in name else contextlib.nullcontext()
+    with gathers:
+        steps_alike(model, ideal(axes), inputs, {}, 3, loss_chunks=chunks, parts=None, **asked)
+        if "gathered" in name:
+            plan = autoshard.plan(model, ideal(axes), inputs, loss_chunks=chunks, **asked)
+            assert plan.choices["cross_entropy_loss"].labels[-1].startswith("vocab/d")
 
 
 def test_a_chunk_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,13 +43,13 @@ def tokens_and_labels(rows: int = 4, length: int = 9, vocab: int = 51) -> tuple[
 
 
 @contextmanager
-def gathering_rows() -> Iterator[None]:
-    """Inside, chunked losses whose classes are sharded have no other strategy than gathering rows in chunks."""
+def gathering_rows(*others: str) -> Iterator[None]:
+    """Inside, chunked losses gather rows in chunks; ``others``: labels of strategies that other axes may have."""
     rule = rule_for(OF_LINEAR)
     assert rule is not None
 
     def only_gathered(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-        return tuple(s for s in rule.strategies(node, graph) if s.label not in ("vocab", "I", "R"))
+        return tuple(s for s in rule.strategies(node, graph) if s.label.startswith("vocab/") or s.label in others)
 
     add_rule(replace(rule, space=only_gathered))
     try:
