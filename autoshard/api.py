@@ -98,6 +98,7 @@ def compile(  # noqa: A001  the public name
     profile: Mapping[str, Any] | None = None,
     parts: Parts = "auto",
     exact_dropout: bool | None = None,
+    loss_chunks: int | Literal["auto"] = "auto",
 ) -> ShardedModule:
     """``model`` sharded over ``mesh``: a module with the same outputs, loss and gradients.
 
@@ -183,6 +184,10 @@ def compile(  # noqa: A001  the public name
             shard draws from a random stream of its own, and attention with dropout stays a fused kernel.
             Replicas are equal, shards independent, and a seed gives the same masks again. Default: exact
             except for models on GPUs, and in plans for GPUs. :func:`verify` compares exact ones.
+        loss_chunks: chunks of a rank's rows in which a linear layer and its cross entropy run, one after
+            another. Only one chunk's logits exist at a time; the backward computes them once more. The
+            results are exact, and the vocabulary may be sharded. The loss may be returned, the logits
+            not. ``"auto"``: all rows at once, unless the memory budget makes chunks faster.
 
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
@@ -197,6 +202,7 @@ def compile(  # noqa: A001  the public name
     named |= {"recompute": recompute, "strict": strict, "objective": objective, "profile": profile, "like": like}
     named |= {"stages": stages, "schedule": schedule, "stages_per_rank": stages_per_rank}
     named |= {"exact_dropout": _runs_on_cpu(model) or None if exact_dropout is None else exact_dropout}
+    named |= {"loss_chunks": loss_chunks}
     opts = _make_compile_options(
         model, mixed_precision, micro_batches, mesh=resolved, example=(example_args, example_kwargs), **named
     )
@@ -233,6 +239,7 @@ def _make_compile_options(
     if mesh is not None:
         asked = _as_configured(asked, mesh, example)
     asked |= {"micro_batches": parse_micro_batches(asked["micro_batches"])}
+    asked |= {"loss_chunks": parse_micro_batches(asked.get("loss_chunks", "auto"), "loss_chunks")}
     asked |= {"mixed_precision": precision_of(mixed_precision)}
     return CompileOptions(type(model).__name__, **asked).as_planned()
 
@@ -362,6 +369,7 @@ def plan(
     profile: Mapping[str, Any] | None = None,
     time_limit: float | None = None,
     exact_dropout: bool | None = None,
+    loss_chunks: int | Literal["auto"] = "auto",
 ) -> Plan:
     """The plan that :func:`compile` would follow, on any mesh, without weights or processes.
 
@@ -393,7 +401,7 @@ def plan(
     named: dict[str, Any] = {"hints": hints, "memory_budget": memory_budget, "optimizer": optimizer, "strict": strict}
     named |= {"recompute": recompute, "objective": objective, "profile": profile, "like": like}
     named |= {"stages": stages, "schedule": schedule, "stages_per_rank": stages_per_rank}
-    named |= {"exact_dropout": exact_dropout}
+    named |= {"exact_dropout": exact_dropout, "loss_chunks": loss_chunks}
     known = None if mesh is None else Mesh.of(mesh, hardware)
     opts = _make_compile_options(model, mixed_precision, micro_batches, mesh=known, example=example, **named)
     stages, count = opts.stages, opts.micro_batches

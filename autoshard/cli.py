@@ -176,6 +176,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--micro-batches", type=_micro_batches_argument, default=1, metavar="N", help="a number, or auto"
         )
+        command.add_argument(
+            "--loss-chunks",
+            type=_micro_batches_argument,
+            default="auto",
+            metavar="N",
+            help="of the rows, or auto (default)",
+        )
         ways = ("auto", "none", "blocks", "selective")
         command.add_argument("--recompute", default="auto", choices=ways, help="default: as memory needs")
         command.add_argument("--stages", metavar="AXIS", help="the mesh axis of pipeline stages")
@@ -274,7 +281,8 @@ def _micro_batches_argument(text: str) -> int | str:
 
 def _planning_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Arguments of :func:`autoshard.plan` from the options."""
-    names = "memory_budget optimizer recompute micro_batches strict stages schedule stages_per_rank dynamic time_limit".split()
+    names = "memory_budget optimizer recompute micro_batches loss_chunks strict stages schedule stages_per_rank dynamic".split()
+    names.append("time_limit")
     asked = {name: getattr(options, name) for name in names if hasattr(options, name)}
     if options.mixed_precision is not None:
         asked["mixed_precision"] = MixedPrecisionPolicy(getattr(torch, options.mixed_precision), torch.float32)

@@ -26,7 +26,7 @@ from autoshard.passes.search.candidates import Candidates
 from autoshard.plans.baselines import baselines_of
 from autoshard.plans.options import NOTHING_KNOWN, CompileOptions, KnownLayouts
 from autoshard.plans.plan import Compiled
-from autoshard.plans.planning import plan_cheaper_order
+from autoshard.plans.planning import plan_cheaper_order, plan_loss_chunks
 from autoshard.plans.stages import compile_stages
 from autoshard.progress import infrequent_gc, shown_progress
 from autoshard.runtime.transport.torch_state import without_autocast
@@ -84,13 +84,17 @@ def search_graph(graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLay
     always, cuts = opts.stages is not None, micro_batch_placements(opts.hints, graph, mesh, known=known.later)
     steps = Candidates[Compiled](lambda found: found.plan.cost.total_s)
     for count in micro_batch_counts(graph, opts.parts, always, cuts):
-        part, micro = one_micro_batch(graph, count, always, cuts)
-        with steps.attempt(f"{count} micro-batches"):
+
+        def planned(whole: Graph, count: int = count) -> Compiled:
+            part, micro = one_micro_batch(whole, count, always, cuts)
             if opts.stages is not None:
-                step = compile_stages(part, mesh, opts, known, micro)
-            else:
-                step = replace(plan_cheaper_order(part, mesh, opts, known), micro_batches=micro)
-            if not steps.add(step):  # more of them take less memory, but more time
+                return compile_stages(part, mesh, opts, known, micro)
+            return replace(plan_cheaper_order(part, mesh, opts, known), micro_batches=micro)
+
+        with steps.attempt(f"{count} micro-batches"):
+            if not steps.add(
+                plan_loss_chunks(graph, count, mesh, opts, known, planned)
+            ):  # more of them take less memory, but more time
                 break
     return steps.cheapest(told=-1)
 
@@ -112,7 +116,10 @@ def compile_graph(
     asked = (*opts.words(), *["--dynamic"] * bool(graph.symbols.read))
     found = replace(found, plan=replace(found.plan, asked=asked))
     if not known.later:
-        found = replace(found, plan=replace(found.plan, baselines=baselines_of(search_graph, graph, mesh, opts, known)))
+        alike = replace(opts, loss_chunks=found.plan.loss_chunks)
+        found = replace(
+            found, plan=replace(found.plan, baselines=baselines_of(search_graph, graph, mesh, alike, known))
+        )
     if dumped:
         dumps.dump_compilation(found.plan, found.program, lambda: found.source.text, folder)
     return found

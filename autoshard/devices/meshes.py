@@ -140,7 +140,8 @@ class MeshSearch:
             program, memory = lower_and_simulate(assignment.on(mesh), self.opts.optimizer)
         found = describe_program(with_length_conditions(program, decided), self.opts.title, self.opts.optimizer, memory)
         found = replace(found, like=plan.like, mixed_precision=plan.mixed_precision, folded=plan.folded)
-        baselines = baselines_of(search_graph, self.graph, mesh, self.opts)
+        found = replace(found, loss_chunks=plan.loss_chunks)
+        baselines = baselines_of(search_graph, self.graph, mesh, replace(self.opts, loss_chunks=plan.loss_chunks))
         return replace(found, baselines=baselines, memory_budget=plan.memory_budget, asked=plan.asked)
 
     def result(self) -> Plan:

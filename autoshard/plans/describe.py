@@ -29,6 +29,7 @@ from autoshard.passes.propagate.prices.collective_overheads import copy_seconds
 from autoshard.passes.propagate.prices.overlap import movable_values
 from autoshard.passes.redistribute.pricing import UNSHARED_MESSAGES, MessageShares
 from autoshard.passes.rules.facts import is_view
+from autoshard.passes.rules.families.loss import OF_LINEAR
 from autoshard.passes.rules.restrictions import has_rule
 from autoshard.plans.plan import Plan
 from autoshard.report.record import (
@@ -135,7 +136,7 @@ def _plan_choices(program: Program, searched: Objective, optimizer: str) -> dict
 
 def _busiest_rank_flops(node: Node, flops: float, assignment: Assignment) -> float:
     """FLOPs on the busiest rank, with a recomputed forward."""
-    again = assignment.again.get(node.name) == 2
+    again = assignment.again.get(node.name) == 2 or (node.op is OF_LINEAR and assignment.graph.is_differentiable(node))
     forward = flops / (1.0 + costs.backward_factor(node, assignment.graph)) if again else 0.0
     return (flops + forward) * costs.work_share(assignment.choices[node.name], assignment.mesh)
 

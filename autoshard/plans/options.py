@@ -48,6 +48,9 @@ class CompileOptions:
     """"step": this call; "latency": the next token of a request; "throughput": all tokens"""
     profile: Mapping[str, Any] | None = None
     """kinds of calls and their frequencies: see :mod:`autoshard.serving`"""
+    loss_chunks: int = AUTO
+    """chunks of a rank's rows in which a linear layer and its cross entropy run; 1: keep all logits;
+    AUTO: the cheapest number"""
     exact_dropout: bool | None = None
     """whether dropout drops what one device drops; None: not on accelerators, where fused kernels drop"""
     quick: bool = False
@@ -66,9 +69,9 @@ class CompileOptions:
         if plan is None:
             return self
         found = replace(self, optimizer=plan.optimizer) if self.optimizer == CompileOptions.optimizer else self
-        if plan.staged is None and not plan.training:  # a call without a backward runs as one
-            return found
-        made: dict[str, Any] = {"micro_batches": self.parts_of_plan}
+        made: dict[str, Any] = {"loss_chunks": plan.loss_chunks}
+        if plan.staged is not None or plan.training:  # a call without a backward runs as one
+            made["micro_batches"] = self.parts_of_plan
         if plan.staged is not None:
             made |= {"stages": plan.staged.axis, "schedule": plan.staged.schedule}
             made |= {"stages_per_rank": len(plan.staged.plans) // plan.mesh.size_of(plan.staged.axis)}
@@ -154,6 +157,6 @@ NOTHING_KNOWN = KnownLayouts()
 
 _OPTION_NAMES = (
     *("like", "memory_budget", "optimizer", "recompute", "mixed_precision", "micro_batches", "stages", "schedule"),
-    *("stages_per_rank", "objective", "profile", "strict"),
+    *("stages_per_rank", "objective", "profile", "strict", "loss_chunks"),
 )
 """options that the command line has, too"""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.codegen import codegen
@@ -14,6 +16,7 @@ from autoshard.passes.ir.sizes import record_conditions
 from autoshard.passes.ir.verify import check_graph, check_program
 from autoshard.passes.lower.lowering import with_length_conditions
 from autoshard.passes.memory import lower_and_simulate, search_within_memory
+from autoshard.passes.microbatch import AUTO
 from autoshard.passes.propagate.hints import (
     fixed_parameters,
     given_input_layouts,
@@ -21,6 +24,7 @@ from autoshard.passes.propagate.hints import (
     resolve_hints,
     wanted_output_layouts,
 )
+from autoshard.passes.propagate.loss_chunks import chunk_losses, logits_bytes, why_unchunked
 from autoshard.passes.propagate.named_strategies import (
     InfeasibleStrategyError,
     NamedStrategy,
@@ -32,11 +36,13 @@ from autoshard.passes.propagate.planner import ALONE, Planner, SearchSettings
 from autoshard.passes.propagate.zigzag import to_zigzag_order, zigzag_ranks
 from autoshard.passes.rules.restrictions import check_rules
 from autoshard.passes.search.candidates import Candidates
+from autoshard.passes.search.limits import OUTER_LIMITS
 from autoshard.plans.describe import describe_program
 from autoshard.plans.options import NOTHING_KNOWN, CompileOptions, KnownLayouts
 from autoshard.plans.plan import Compiled, Plan
 from autoshard.plans.reuse import assignment_of, check_plan_options
-from autoshard.progress import shown_progress
+from autoshard.progress import is_time_up, shown_progress
+from autoshard.report.record import Record
 
 
 def plan_cheaper_order(graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLayouts = NOTHING_KNOWN) -> Compiled:
@@ -49,6 +55,53 @@ def plan_cheaper_order(graph: Graph, mesh: Mesh, opts: CompileOptions, known: Kn
         with orders.attempt("zigzag order"):  # it does not fit, or contradicts the options
             orders.add(_in_order(graph, ranks, mesh, opts, known))
     return orders.cheapest()
+
+
+def plan_loss_chunks(
+    graph: Graph,
+    micro_batches: int,
+    mesh: Mesh,
+    opts: CompileOptions,
+    known: KnownLayouts,
+    planned: Callable[[Graph], Compiled],
+) -> Compiled:
+    """``graph`` as ``planned``, its cross entropy in the number of chunks that the options ask for.
+
+    If the number is searched and memory binds, it climbs from 8, up or down, while steps get faster."""
+
+    def chunked(count: int) -> Compiled:
+        made = chunk_losses(graph, count)
+        found = planned(made)
+        return replace(found, plan=replace(found.plan, loss_chunks=count if made is not graph else 1))
+
+    reason = why_unchunked(graph)
+    if opts.loss_chunks != AUTO:
+        if reason and opts.loss_chunks > 1 and opts.plan is None and not known.later:
+            raise PlanError(f"loss_chunks={opts.loss_chunks}: {reason}. Leave loss_chunks out")
+        return chunked(opts.loss_chunks)
+    found = Candidates[Compiled](order_seconds)
+    with found.attempt("the loss at once"):
+        found.add(chunked(1))
+    fast = found.best is not None and not _is_limited(found.best.plan)
+    small = logits_bytes(graph) / micro_batches / mesh.size < OUTER_LIMITS.small_share * opts.budget(mesh.hardware)
+    if fast or small or opts.quick or known.boundaries is not None or is_time_up():
+        return found.cheapest()
+    if reason and found.best is not None:
+        notes = (*found.best.plan.notes, f"memory binds, and {reason}")
+        return replace(found.best, plan=replace(found.best.plan, notes=notes))
+    for counts in ((8, 16, 32, 64), (4, 2)) if not reason else ():
+        for count in counts:
+            with found.attempt(f"the loss in {count} chunks"):
+                if not found.add(chunked(count)):
+                    break
+        if found.best is None or found.best.plan.loss_chunks != 8:
+            break
+    return found.cheapest(told=-1)
+
+
+def _is_limited(plan: Record) -> bool:
+    """Whether the memory budget excludes faster plans, of any stage."""
+    return any(part.memory.limited for part in (plan.staged.plans if plan.staged is not None else (plan,)))
 
 
 def order_seconds(found: Compiled) -> float:

@@ -364,6 +364,8 @@ class Record:
     """options other than the defaults, as the command line takes them: ``--like=fsdp``"""
     folded: int = 0
     """ranks of the zigzag (load-balanced) sequence order of part of the graph; 0: none"""
+    loss_chunks: int = 1
+    """chunks of a rank's rows in which a linear layer and its cross entropy run; 1: all at once"""
     candidates: tuple[Candidate, ...] = ()
     """runners-up of the search over a number of devices, best first"""
     baselines: Sequence[ComparedRow] = field(default=(), compare=False, repr=False)
@@ -376,17 +378,15 @@ class Record:
     @property
     def folds(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Values brought into the zigzag order, and values brought back."""
-        into, back = (
-            tuple(c.inputs[0] for c in self.choices.values() if c.op == f"autoshard.{name}.default")
-            for name in ("folded", "unfolded")
-        )
-        return into, back
+        every = self.choices.values()
+        of = {n: tuple(c.inputs[0] for c in every if c.op == f"autoshard.{n}.default") for n in ("folded", "unfolded")}
+        return of["folded"], of["unfolded"]
 
     @property
     def idle_axes(self) -> tuple[str, ...]:
         """Mesh axes, other than that of the stages, along which no product is divided."""
-        found = axes_without_work(self.mesh, self.choices)
-        return tuple(axis for axis in found if self.staged is None or axis != self.staged.axis)
+        stages = "" if self.staged is None else self.staged.axis
+        return tuple(axis for axis in axes_without_work(self.mesh, self.choices) if axis != stages)
 
     @property
     def lower_bound(self) -> float:
@@ -397,9 +397,9 @@ class Record:
     def dtype(self) -> str:
         """The dtype of most FLOPs, such as bfloat16."""
         work: Counter[str] = Counter()
-        for choice in self.choices.values():
-            if choice.flops:
-                work[self.dtypes.get(choice.outputs[0], "float32")] += int(choice.flops)
+        for c in (c for c in self.choices.values() if c.flops):
+            of = c.inputs if "linear_cross_entropy" in c.op else c.outputs  # a loss may have another dtype
+            work[self.dtypes.get(of[0], "float32")] += int(c.flops)
         return max(work, key=lambda name: work[name], default="float32")
 
     @property
@@ -573,9 +573,10 @@ class _PlanHeader:
     micro_batches: int = 1
     prefetch: int = 1
     folded: int = 0
+    loss_chunks: int = 1
 
 
-_FIELD_MINIMUMS = {"micro_batches": 1, "prefetch": 1, "folded": 0}
+_FIELD_MINIMUMS = {"micro_batches": 1, "prefetch": 1, "folded": 0, "loss_chunks": 1}
 
 
 @dataclass(frozen=True)

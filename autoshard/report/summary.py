@@ -145,6 +145,8 @@ def strategy_text(plan: Record) -> str:
     parts = [*_parallelism(plan), *_recomputation(plan)]
     if plan.staged is None and plan.micro_batches > 1:
         parts.append(f"gradient accumulation over {plan.micro_batches} micro-batches")
+    if plan.loss_chunks > 1:
+        parts.append(f"loss in {plan.loss_chunks} chunks")
     return ", ".join(parts)
 
 

@@ -5,6 +5,7 @@ Imports torch and nothing of the compiler."""
 from torch import reshape
 
 from autoshard.runtime.operations import autograd_ops, checks, grouped, losses  # noqa: F401  their ops
+from autoshard.runtime.operations.chunked_logits import chunked_logits
 from autoshard.runtime.operations.collective_matmul import gather_products, scatter_product
 from autoshard.runtime.operations.collectives import (
     all_gather,
@@ -179,6 +180,7 @@ __all__ += [
     "batch_norm_no_stats",
     "bincount",
     "causal_mask",
+    "chunked_logits",
     "crop",
     "cross_entropy",
     "cummax",

@@ -69,6 +69,8 @@ class Memory:
     tensors kept for the recomputation"""
     gathered: float = 0.0
     """part of the activations: parameters that ZeRO keeps gathered; all micro-batches share them"""
+    limited: bool = False
+    """whether the budget excludes the fastest plan, which needs more"""
 
     def in_flight(self, count: int) -> Memory:
         """Memory of a pipeline stage: activations of ``count`` micro-batches, and all gradients of

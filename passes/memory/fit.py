@@ -80,14 +80,14 @@ def search_within_memory(
     if best.fits is None:
         raise BudgetError(_budget_error(best.closest[1], budget, mesh), best.closest[1].peak)
     if quick or best.is_enough():
-        return _with_bound(best.fits[0], 0.0), best.fits[1]
+        return _with_bound(best.fits[0], 0.0), replace(best.fits[1], limited=True)
     if best.gap(planner.bound(budget)) > OUTER_LIMITS.wide_gap:
         excess = OUTER_LIMITS.moment_weight_rate * _relative_excess(planner, best.fits[1])
         best.of(_quicker_plans(planner, budget, excess, best.seconds))
     bound = planner.bound(budget)  # of all that was simulated
     if best.gap(bound) > OUTER_LIMITS.wide_gap and planner.effort.branches:
         best.of(_plans_of_strategies(planner, baselines, best))
-    return _with_bound(best.fits[0], bound), best.fits[1]
+    return _with_bound(best.fits[0], bound), replace(best.fits[1], limited=True)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from autoshard.passes.ir.patterns import behind
 from autoshard.passes.ir.rewrite import NodeBuilder, rewrite
 from autoshard.passes.propagate.recompute import duplicable_nodes
 from autoshard.passes.rules.base import ops
-from autoshard.passes.rules.families.loss import CLASSES_LAST, class_dim_of
+from autoshard.passes.rules.families.loss import CLASSES_LAST, OF_LINEAR, class_dim_of
 
 
 def loss_output(graph: Graph, asked: str) -> tuple[int, dict[int, str]]:
@@ -59,7 +59,7 @@ MEAN_REDUCTION, SUM_REDUCTION = 1, 2
 
 COUNTED_LOSSES = frozenset(
     {aten.cross_entropy_loss.default, CLASSES_LAST, aten.nll_loss_nd.default, aten.nll_loss.default}
-    | {aten.nll_loss2d.default}
+    | {aten.nll_loss2d.default, OF_LINEAR}
 )
 """losses whose mean divides by the number, or weights, of targets that are not ignored"""
 

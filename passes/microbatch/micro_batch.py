@@ -120,12 +120,12 @@ def hoist_loop_invariant(graph: Graph) -> tuple[Graph, Graph | None]:
     return replace(graph, inputs=inputs, nodes=nodes, types={**types, **{n: graph.types[n] for n in made}}), before
 
 
-def parse_micro_batches(asked: Any) -> int:
-    """Parse ``micro_batches``: a number, or "auto" as AUTO. Raises :class:`PlanError` otherwise."""
+def parse_micro_batches(asked: Any, option: str = "micro_batches") -> int:
+    """Parse ``option``: a number, or "auto" as AUTO. Raises :class:`PlanError` otherwise."""
     if asked == "auto":
         return AUTO
     if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
-        raise PlanError(f'micro_batches is a number of at least 1, or "auto", got {asked!r}')
+        raise PlanError(f'{option} is a number of at least 1, or "auto", got {asked!r}')
     return asked
 
 

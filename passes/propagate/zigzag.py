@@ -28,7 +28,7 @@ from autoshard.passes.rules.families import context_parallel
 from autoshard.passes.rules.families.context_parallel import FROM_ZIGZAG, TO_ZIGZAG
 from autoshard.runtime.attention.masked_attention import banded_op
 from autoshard.runtime.operations.experts import experts_op
-from autoshard.runtime.operations.losses import cross_entropy_op
+from autoshard.runtime.operations.losses import cross_entropy_op, linear_cross_entropy_op
 
 SEQUENTIAL_ORDER, ZIGZAG_ORDER = "", "*"
 """the ends of the cut: sequence order, and zigzag order"""
@@ -43,6 +43,7 @@ BALANCED_STRATEGIES = (
 POSITION_REDUCTIONS = frozenset(
     (
         cross_entropy_op,
+        linear_cross_entropy_op,
         *ops(
             "mean.default mean.dim softmax.int _softmax.default log_softmax.int _log_softmax.default layer_norm.default "
             "_safe_softmax.default rms_norm.default cross_entropy_loss.default nll_loss_nd.default nll_loss.default "

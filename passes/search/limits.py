@@ -95,6 +95,7 @@ class OuterSearchLimits:
     moment_weight_rate: float = 4.0  # exponential weight of a peak's moments over moments that hold nothing
     close_limits: float = 0.02  # share of the budget below which two limits are the same
     limited_effort: float = 0.1  # effort of a search under a limit, as a share of a proof's
+    small_share: float = 0.01  # share of the budget that a rank's logits take, below which no chunks are tried
     tight_share: float = 0.5  # share of a stage's budget below which memory did not influence its plan
 
     # Pipelines: counts of cuts, and gains as shares of the step.

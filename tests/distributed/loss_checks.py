@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import assert_close
+from loss_models import NextToken, gathering_rows, tokens_and_labels
+from microbatch_cases import steps_alike
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -104,7 +107,18 @@ def names_of_nodes(x: torch.Tensor) -> set[str]:
     return set(found.values())
 
 
+def losses_run_in_chunks() -> None:
+    """Classes are sharded: all rows at each rank, and rows that are gathered a chunk at a time."""
+    for gathers in (False, True):
+        torch.manual_seed(0)
+        model, tp = NextToken().double(), autoshard.Mesh({"tp": dist.get_world_size()}, hardware="cpu")
+        with gathering_rows() if gathers else contextlib.nullcontext():
+            like = None if gathers else "megatron-sp"
+            steps_alike(model, tp, tokens_and_labels(), {}, 3, loss_chunks=3, like=like, parts=None)
+
+
 OF_OUTPUTS = {
+    "losses_run_in_chunks": losses_run_in_chunks,
     "losses_are_computed_on_parts": losses_are_computed_on_parts,
     "losses_go_back_as_of_plain_outputs": losses_go_back_as_of_plain_outputs,
 }

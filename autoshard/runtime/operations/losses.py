@@ -2,7 +2,8 @@
 
 Samples, classes, or both may be sharded. Cross entropy works on slices of the rows, forward and
 backward. Only the logits are saved for the backward, and nothing else of their size exists but
-their gradient."""
+their gradient. Of :class:`ChunkedLogits` not even these exist: the backward computes every chunk of
+rows once more."""
 
 from __future__ import annotations
 
@@ -15,10 +16,17 @@ from torch import Tensor
 
 from autoshard.aten import aten
 from autoshard.runtime.operations.checks import check_range
+from autoshard.runtime.operations.chunked_logits import (
+    ChunkedLogits,
+    broadcast_along,
+    chunked_class_sums,
+    class_sums,
+    logit_gradient,
+)
 from autoshard.runtime.operations.collectives import begin_sum, offset, reduce_statistic
 from autoshard.runtime.operations.reductions import sharded_maximum, upcast
 from autoshard.runtime.transport.autograd import NoneGradFunction, register_recomputed_backward
-from autoshard.runtime.transport.communicator import Axes
+from autoshard.runtime.transport.communicator import Axes, current
 
 SLICE_ELEMENTS = 1 << 23
 """elements of a slice, which has at least one row"""
@@ -38,18 +46,19 @@ class _CrossEntropySums(NoneGradFunction):
         ctx.smoothed = smoothed
         sums = top.new_empty(2 + smoothed, *index.shape)
         for rows in _row_slices(logits):
-            sums[:, rows] = _class_sums(logits[rows], top[rows], index[rows], share, smoothed)
+            sums[:, rows] = class_sums(upcast(logits[rows]) - top[rows], index[rows], share, smoothed)
         return sums
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         logits, top, index, share = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph
-            sums = _class_sums(logits, top, index, share, ctx.smoothed)
+            sums = class_sums(upcast(logits) - top, index, share, ctx.smoothed)
             return *torch.autograd.grad(sums, logits, gradient, create_graph=True), None, None, None, None
         found = torch.empty_like(logits)
         for rows in _row_slices(logits):
-            found[rows] = _logit_gradient(logits[rows], top[rows], index[rows], share, gradient[:, rows])
+            shifted = upcast(logits[rows]) - top[rows]
+            found[rows] = logit_gradient(shifted, index[rows], share, gradient[:, rows])
         return found, None, None, None, None
 
 
@@ -103,44 +112,11 @@ def _row_slices(logits: Tensor) -> Iterator[Any]:
     yield from (slice(start, start + step) for start in range(0, min(count, step) if logits.is_meta else count, step))
 
 
-def _class_sums(logits: Tensor, top: Tensor, index: Tensor, share: Tensor | None, smoothed: bool) -> Tensor:
-    x, dim = upcast(logits) - top, min(logits.dim() - 1, 1)
-    at, here = _local_class_index(index, x.shape[dim])
-    picked = x.gather(dim, at).squeeze(dim) if x.shape[dim] else x.sum(dim)
-    sums = [x.exp().sum(dim), picked.masked_fill(~here, 0)]
-    if smoothed:
-        sums.append((x if share is None else x * broadcast_along(share, dim, x.dim())).sum(dim))
-    return torch.stack(sums)
-
-
-def _logit_gradient(logits: Tensor, top: Tensor, index: Tensor, share: Tensor | None, gradient: Tensor) -> Tensor:
-    """Gradient of ``logits``, given those of the sums [2 or 3, n, …]."""
-    dim = min(logits.dim() - 1, 1)
-    exponentials, picked, *rest = (g.unsqueeze(dim) for g in gradient)
-    found = (upcast(logits) - top).exp_().mul_(exponentials)
-    if found.shape[dim]:
-        at, here = _local_class_index(index, found.shape[dim])
-        # one element per row
-        found.scatter_(dim, at, found.gather(dim, at) + picked.masked_fill(~here.unsqueeze(dim), 0))
-    if rest:
-        found += rest[0] if share is None else rest[0] * broadcast_along(share, dim, found.dim())
-    return found
-
-
-def _local_class_index(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """(``index`` with a class dim, 0 where it is outside ``size``; whether it is inside)."""
-    here = (index >= 0) & (index < size)
-    return index.where(here, 0).unsqueeze(min(index.dim(), 1)), here
-
-
-def broadcast_along(vector: Tensor, dim: int, rank: int) -> Tensor:
-    """``vector`` as a tensor of ``rank`` dims that varies along ``dim``."""
-    return vector.view([-1 if d == dim else 1 for d in range(rank)])
-
-
-_NAME = "autoshard::cross_entropy_loss"
+_NAME, _OF_LINEAR = "autoshard::cross_entropy_loss", "autoshard::linear_cross_entropy"
 _OPTIONS = "Tensor? weight=None, int reduction=1, int ignore_index=-100, float label_smoothing=0.0"
+_LAYER = "Tensor matrix, Tensor? bias, ScalarType dtype, int chunks"
 torch.library.define(_NAME, f"(Tensor self, Tensor target, {_OPTIONS}) -> Tensor")
+torch.library.define(_OF_LINEAR, f"(Tensor self, Tensor target, {_LAYER}, {_OPTIONS}) -> Tensor")
 
 
 @torch.library.impl(_NAME, "CompositeImplicitAutograd")
@@ -151,11 +127,22 @@ def _classes_last(self: Tensor, target: Tensor, *options: Any, **named: Any) -> 
     return found.view(self.shape[:-1]) if found.dim() else found
 
 
+@torch.library.impl(_OF_LINEAR, "CompositeImplicitAutograd")
+def _of_linear(
+    self: Tensor, target: Tensor, matrix: Tensor, bias: Tensor | None, dtype: torch.dtype, chunks: int, *options: Any,
+    **named: Any,
+) -> Tensor:  # fmt: skip
+    """The loss of ``F.linear(self, matrix, bias)`` cast to ``dtype``, all rows at once."""
+    found: Tensor = cross_entropy_op(F.linear(self, matrix, bias).to(dtype), target, *options, **named)
+    return found
+
+
 cross_entropy_op = torch.ops.autoshard.cross_entropy_loss.default
+linear_cross_entropy_op = torch.ops.autoshard.linear_cross_entropy.default
 
 
 def cross_entropy(
-    logits: Tensor,
+    logits: Tensor | ChunkedLogits,
     target: Tensor,
     weight: Tensor | None = None,
     reduction: str = "mean",
@@ -176,20 +163,25 @@ def cross_entropy(
     ranks, counted without communication, or for probabilities the number of samples. Along
     ``class_axes`` the forward all-reduces the maxima, then sum-exp and target logit in one message
     (Megatron-LM); the backward communicates nothing. ``classes``: their number on all ranks; slices
-    of the samples are computed in turn. None: all classes are here, and samples go at once."""
+    of the samples are computed in turn. None: all classes are here, and samples go at once.
+    :func:`chunked_logits` send the same messages, once for all chunks."""
     mean = reduction == "mean"
-    count = _begin_mean_divisor(logits, target, weight, ignore_index, batch_axes, counted) if mean else None
+    if isinstance(logits, ChunkedLogits):
+        values, target = logits.x.new_empty(0, dtype=logits.rows.dtype), logits.rows.ordered(target)
+    else:
+        values = logits
+    count = _begin_mean_divisor(values, target, weight, ignore_index, batch_axes, counted) if mean else None
     if classes is not None:
         options = weight, ignore_index, label_smoothing
-        if class_axes:
+        if class_axes or isinstance(logits, ChunkedLogits):
             loss = _vocab_parallel_loss(logits, target, *options, classes, class_axes)
         else:
-            loss = _SlicedCrossEntropy.apply(logits, target, *options)
+            loss = _SlicedCrossEntropy.apply(values, target, *options)
         loss = loss if reduction == "none" else loss.sum()
     else:
         summed = "none" if reduction == "none" else "sum"
-        loss = F.cross_entropy(logits, target, weight, None, ignore_index, None, summed, label_smoothing)
-    return (loss if count is None else loss / count()).to(logits.dtype)
+        loss = F.cross_entropy(values, target, weight, None, ignore_index, None, summed, label_smoothing)
+    return (loss if count is None else loss / count()).to(values.dtype)
 
 
 def nll_loss(
@@ -223,7 +215,7 @@ def nll_loss(
 
 
 def _vocab_parallel_loss(
-    logits: Tensor,
+    logits: Tensor | ChunkedLogits,
     target: Tensor,
     weight: Tensor | None,
     ignore_index: int,
@@ -232,19 +224,22 @@ def _vocab_parallel_loss(
     axes: Axes,
 ) -> Tensor:
     """Cross entropy per sample. With shifted logits x: loss = Σ_c p_c·w_c·(log Σ exp x - x_c)."""
-    dim = min(logits.dim() - 1, 1)
-    top = upcast(sharded_maximum(logits, dim, axes))
-    start, length = offset(classes, axes), logits.shape[dim]
+    start, length = current().chunk(classes, current().active(axes))
     share = None if weight is None else weight[start : start + length]
-    if target.is_floating_point():
-        x = upcast(logits) - top
-        p = target * (1 - smoothing) + smoothing / classes
-        p = p if share is None else p * broadcast_along(share, dim, x.dim())
-        sums = torch.stack([x.exp().sum(dim), p.sum(dim), (p * x).sum(dim)])
-        exponentials, total, dot = reduce_statistic(sums, axes).unbind()
-        return exponentials.log() * total - dot
+    if isinstance(logits, ChunkedLogits):
+        sums = chunked_class_sums(logits, target - start, share, bool(smoothing), axes)
+    else:
+        dim = min(logits.dim() - 1, 1)
+        top = upcast(sharded_maximum(logits, dim, axes))
+        if target.is_floating_point():
+            x = upcast(logits) - top
+            p = target * (1 - smoothing) + smoothing / classes
+            p = p if share is None else p * broadcast_along(share, dim, x.dim())
+            sums = torch.stack([x.exp().sum(dim), p.sum(dim), (p * x).sum(dim)])
+            exponentials, total, dot = reduce_statistic(sums, axes).unbind()
+            return exponentials.log() * total - dot
+        sums = _CrossEntropySums.apply(logits, top, target - start, share, bool(smoothing))
     check_range(target, classes, ignored=ignore_index)
-    sums = _CrossEntropySums.apply(logits, top, target - start, share, bool(smoothing))
     exponentials, picked, *rest = reduce_statistic(sums, axes).unbind()
     log_sum = exponentials.log()
     valid = target != ignore_index

@@ -10,25 +10,28 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from autoshard.aten import aten
 from autoshard.hardware import SMALL_ALL_REDUCE, Hardware
 from autoshard.layout import Owned, Placement, Shard, chunk
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.analyses import cached_per_node
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
+from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType
 from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.ir.program import InternalCollective
+from autoshard.passes.ir.rewrite import NodeBuilder
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import facts_of, is_view, saved_for_backward
 from autoshard.passes.rules.families import context_parallel
 from autoshard.passes.rules.families.embedding import LOOKUP_OPS, TABLE_SUMS, TABLE_WISE_LABEL, lookup_kernels
+from autoshard.passes.rules.families.loss import CLASSES_LAST, OF_LINEAR, gathered_label, gathered_rows
 from autoshard.passes.rules.families.windows import CONVOLUTION_RULES as CONVOLUTIONS
 from autoshard.runtime.transport.move import sums_directly
 from autoshard.torch_private.ops import OpOverload
@@ -250,6 +253,8 @@ def node_timer(
 
     if node.op in context_parallel.ATTENTION_OPS or (node.op in LOOKUP_OPS and graph.types[names[0]].tables):
         return anew
+    if node.op is OF_LINEAR:
+        return lambda choice, shapes: _chunked_loss_seconds(node, graph, mesh, choice, shapes)
     _, known = _known_node_seconds(node, graph.types).setdefault((id(mesh.hardware), traffic), (mesh.hardware, {}))
 
     def once(choice: Sequence[Strategy], shapes: tuple[tuple[int, ...], ...]) -> PhaseSeconds:
@@ -337,6 +342,41 @@ def _roofline_seconds(
     moving = device.traffic_seconds(2 * moved) + device.traffic_seconds(filled)
     back = max(back, moving) + 2 * between + device.traffic_seconds(summed)
     return PhaseSeconds(seconds, launches + back, (launch, launches))
+
+
+def _chunked_loss_seconds(
+    node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy], shapes: Sequence[tuple[int, ...]]
+) -> PhaseSeconds:
+    """Seconds of a linear layer and its loss in chunks: of one chunk, times their number.
+
+    The backward computes logits once more, and writes the sums of the gradients of weights per chunk."""
+    values = dict(zip(node.inputs, shapes, strict=False))
+    local = {n: replace(graph.types[n].example, shape=x) for n, x in values.items()}
+    rows, target, matrix = (node.argument(name).name for name in ("self", "target", "matrix"))
+    *lead, features = values[rows]
+    dim, chunks = gathered_rows(choice, len(values[rows])), max(1, min(node.argument("chunks"), math.prod(lead)))
+    label = None if dim is None else gathered_label(dim)
+    ranks = math.prod(n for s, n in zip(choice, mesh.shape, strict=True) if s.label == label)
+    count = ranks * math.ceil(math.prod(lead) / chunks)
+    local |= {rows: replace(local[rows], shape=(count, features)), target: replace(local[target], shape=(count,))}
+    inputs = tuple(Input(name, "input", name) for name in local)
+    build = NodeBuilder(replace(graph, inputs=inputs, types=local, nodes=(), outputs=()))
+    build.place = node
+    logits = build(aten.linear.default, Ref(rows), Ref(matrix), node.argument("bias"))
+    if local[rows].dtype != (dtype := node.argument("dtype")):
+        logits = build(aten._to_copy.default, logits, dtype=dtype)
+    build(CLASSES_LAST, logits, Ref(target), label_smoothing=node.argument("label_smoothing"))
+    part = replace(build.graph, nodes=tuple(build.nodes), types=build.types)
+    unsharded = (Strategy("I", (), ()),) * mesh.ndim
+    traffic = fused_traffic(part) if mesh.hardware.fuses else {}
+    each = [node_timer(n, part, mesh, traffic.get(n.name))(unsharded, part.shapes(n.values)) for n in part.nodes]
+    ahead, launch = (chunks * math.fsum(x) for x in zip(*((x.forward, x.launches[0]) for x in each), strict=True))
+    if not graph.is_differentiable(node):
+        return PhaseSeconds(ahead, 0.0, (launch, 0.0))
+    again = math.fsum(x.forward for x in each[:-1])
+    summed = 2 * math.prod(values[matrix]) * max(4, local[matrix].dtype.itemsize) * local[matrix].grad
+    back = again + math.fsum(x.backward for x in each) + mesh.hardware.traffic_seconds(summed)
+    return PhaseSeconds(ahead, chunks * back, (launch, launch + chunks * math.fsum(x.launches[1] for x in each)))
 
 
 def _product_timer(

@@ -7,12 +7,13 @@ tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from autoshard.aten import aten
-from autoshard.layout import I, Shard
+from autoshard.layout import I, R, Shard
+from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import InternalCollective, LocalCall, axes_argument
 from autoshard.passes.rules.base import (
@@ -35,22 +36,22 @@ from autoshard.passes.rules.base import (
 )
 from autoshard.runtime.operations.autograd_ops import function_op
 from autoshard.runtime.operations.checks import exactly
-from autoshard.runtime.operations.losses import cross_entropy_op, ctc_loss
+from autoshard.runtime.operations.losses import cross_entropy_op, ctc_loss, linear_cross_entropy_op
 
 REDUCTIONS = ("none", "mean", "sum")
 CHUNKED_LOSS_ELEMENTS = 1 << 27
 """elements of local logits from which on cross entropy runs in chunks"""
 
 
-# --- cross entropy and NLL: [n, c, ...] or [c]; our op: [..., c] ---
+# --- cross entropy and NLL: [n, c, ...] or [c]; our op: [..., c]; in chunks: features [..., k] ---
 
-CLASSES_LAST = cross_entropy_op
+CLASSES_LAST, OF_LINEAR = cross_entropy_op, linear_cross_entropy_op
 
 
 def class_dim_of(node: Node, graph: Graph) -> int:
-    """The dim of the logits that holds the classes."""
+    """The dim of the logits that holds the classes, or of a linear layer's operand that holds the features."""
     rank = len(graph.shape(node.argument("self")))
-    return rank - 1 if node.op is CLASSES_LAST else min(rank - 1, 1)
+    return rank - 1 if node.op in (CLASSES_LAST, OF_LINEAR) else min(rank - 1, 1)
 
 
 def _sample_factors(node: Node, graph: Graph) -> Factors:
@@ -62,12 +63,39 @@ def _sample_factors(node: Node, graph: Graph) -> Factors:
     dims = {"self": named, "target": named if target == logits else positions_only, "weight": (None,)}
     result = positions_only if REDUCTIONS[node.argument("reduction")] == "none" else ()
     sizes = {f: n for f, n in zip(named, logits, strict=True) if f is not None}
+    if node.op is OF_LINEAR:
+        dims |= {"self": (*positions_only, None), "matrix": ("vocab", None), "bias": ("vocab",)}
+        sizes["vocab"] = graph.shape(node.argument("matrix"))[0]
     return Factors(operand_factors(node, dims), (result,), sizes)
 
 
 def _cross_entropy(node: Node, graph: Graph) -> Factors:
     """Samples: "none" → S, "sum" and "mean" → P. Sharded classes: the result is I."""
     return replace(_sample_factors(node, graph), reduced={"vocab": I})
+
+
+def _chunked_cross_entropy(node: Node, graph: Graph) -> Space:
+    """Also rows and classes sharded alike: ranks gather a chunk of the rows of each at a time."""
+    found = _cross_entropy(node, graph)
+    rows = graph.shape(node.argument("self"))[:-1] if REDUCTIONS[node.argument("reduction")] != "none" else ()
+    gathered = []
+    for d, n in enumerate(rows):
+        at = {"self": Shard(d), "matrix": Shard(0), "bias": Shard(0)}
+        others = frozenset((f"d{d}", *(gathered_label(e) for e in range(len(rows)) if e != d)))
+        placed = tuple(at.get(name, R) for name in node.positions)
+        gathered.append(Strategy(gathered_label(d), placed, (I,), n, True, divides=True, apart=others, joins="none"))
+    return *found.strategies(node, graph), *gathered
+
+
+def gathered_label(dim: int) -> str:
+    """Label of the strategy that shards classes, and dim ``dim`` of rows that are gathered in chunks."""
+    return f"vocab/d{dim}"
+
+
+def gathered_rows(choice: Sequence[Strategy], ndim: int) -> int | None:
+    """The dim of the rows that a choice gathers in chunks, if any; ``ndim``: of their operand."""
+    labels = {s.label for s in choice}
+    return next((d for d in range(ndim - 1) if gathered_label(d) in labels), None)
 
 
 def _spared_count(site: Site, c: InternalCollective) -> InternalCollective:
@@ -79,7 +107,8 @@ def _spared_count(site: Site, c: InternalCollective) -> InternalCollective:
 def _batch_axes(site: Site) -> tuple[str, ...]:
     """Mesh axes that shard the logits, except their classes."""
     class_dim = class_dim_of(site.node, site.graph)
-    placed = zip(site.mesh.axes, site.inputs[0].placements, strict=True)
+    operand = site.node.positions["target"] if site.node.op is OF_LINEAR else 0
+    placed = zip(site.mesh.axes, site.inputs[operand].placements, strict=True)
     return tuple(a for a, p in placed if isinstance(p, Shard) and p.dim != class_dim)
 
 
@@ -90,10 +119,12 @@ def _local_classification(function: str) -> Callable[[Site], LocalCall]:
         node = site.node
         shape = site.in_type(0).shape
         class_dim = class_dim_of(node, site.graph)
-        class_axes = site.inputs[0].axes_of(class_dim)
+        classes, class_axes = shape[class_dim], site.inputs[0].axes_of(class_dim)
+        if node.op is OF_LINEAR:
+            classes, class_axes = site.graph.shape(node.argument("matrix"))[0], site.axes_of("matrix", 0)
         batch_axes = _batch_axes(site)
         reduction = REDUCTIONS[node.argument("reduction")]
-        pieces = _is_chunked_loss(site)
+        pieces = node.op is OF_LINEAR or _is_chunked_loss(site)
         if not class_axes and not pieces and (reduction != "mean" or not batch_axes):
             return site.unchanged()
         extra: dict[str, Any] = {}
@@ -103,7 +134,7 @@ def _local_classification(function: str) -> Callable[[Site], LocalCall]:
         if reduction != "mean":
             extra["reduction"] = reduction
         if class_axes or pieces:
-            extra["classes"] = shape[class_dim]
+            extra["classes"] = classes
         if class_axes:
             extra["class_axes"] = axes_argument(class_axes)
         if batch_axes and reduction == "mean":
@@ -124,15 +155,25 @@ def _is_chunked_loss(site: Site) -> bool:
 
 
 def _cross_entropy_of_rows(site: Site) -> LocalCall:
-    """Classes last: cross entropy of flattened rows."""
+    """Classes last, or a linear layer in chunks: cross entropy of flattened rows."""
     node, flat = site.node, aten.flatten.using_ints
+    if node.op is OF_LINEAR and site.in_micro_batch:
+        return site.unchanged()
     found = _local_classification("cross_entropy")(site)
     fn = aten.cross_entropy_loss.default if found.fn is CLASSES_LAST else found.fn
     logits, target, *others = found.args
     but_last = (0, -2) if site.in_type(1).dtype.is_floating_point else ()
-    call = LocalCall(
-        fn, (LocalCall(flat, (logits, 0, -2), {}), LocalCall(flat, (target, *but_last), {}), *others), found.kwargs
-    )
+    rows = LocalCall(flat, (logits, 0, -2), {})
+    if node.op is OF_LINEAR:
+        dtype, bias = node.argument("dtype"), node.argument("bias")
+        chunks = node.argument("chunks")
+        if not site.graph.symbols.read:  # at most one per row of the fullest rank
+            chunks = max(1, min(chunks, math.prod(site.local_shape("self")[:-1])))
+        extra = {"chunks": chunks} | ({"dtype": dtype} if dtype != site.in_type(0).dtype else {})
+        if (dim := gathered_rows(site.choice, len(site.in_type(0).shape))) is not None:
+            extra |= {"dim": dim, "axes": axes_argument(site.axes(gathered_label(dim)))}
+        rows = LocalCall("chunked_logits", (logits, node.argument("matrix"), *[bias] * (bias is not None)), extra)
+    call = LocalCall(fn, (rows, LocalCall(flat, (target, *but_last), {}), *others), found.kwargs)
     if REDUCTIONS[node.argument("reduction")] != "none":
         return call
     return LocalCall(aten.reshape.default, (call, site.local_sizes(site.outputs[0], site.out_type().shape)), {})
@@ -222,6 +263,10 @@ def _total_weight(node: Node, types: Types) -> tuple[TensorType, ...]:
     return (TensorType((), types[node.inputs[0]].dtype),)
 
 
+def _linear_flops(node: Node, graph: Graph) -> float:
+    return 2.0 * math.prod(graph.shape(node.argument("self"))) * graph.shape(node.argument("matrix"))[0]
+
+
 def _loss_difference(node: Node, types: Types) -> tuple[TensorType, ...]:
     left, right = (types[name] for name in node.inputs)
     return (TensorType(broadcast_shape(left.shape, right.shape), left.dtype),)
@@ -266,6 +311,16 @@ LOSS_RULES: tuple[Rule, ...] = (
         sends=True,
         annotate=_spared_count,
         facts=CROSS_ENTROPY,
+    ),
+    Rule(
+        OF_LINEAR,
+        _chunked_cross_entropy,
+        _cross_entropy_of_rows,
+        _linear_flops,
+        "... _, ..., vocab _, vocab, _ -> ... (none), P (sum, mean); vocab: I",
+        sends=True,
+        annotate=_spared_count,
+        facts=Facts(saves="self target matrix bias weight"),
     ),
     *rules(
         "nll_loss_nd.default nll_loss.default nll_loss2d.default",

@@ -12,7 +12,7 @@ from autoshard.runtime.attention.zigzag import from_zigzag_op, to_zigzag_op
 from autoshard.runtime.operations.autograd_ops import function_op
 from autoshard.runtime.operations.checks import exactly
 from autoshard.runtime.operations.embedding import pooled_op
-from autoshard.runtime.operations.losses import cross_entropy_op, ctc_loss
+from autoshard.runtime.operations.losses import cross_entropy_op, ctc_loss, linear_cross_entropy_op
 from autoshard.runtime.operations.stacked import stacked_op
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
@@ -114,6 +114,11 @@ CLASSIFICATION: dict[Any, list[Sample]] = {
         call(f(4, 3, 7), GRID, unit(7), MEAN, 255, 0.1),
         call(f(4, 3, 7), f(4, 3, 7).softmax(-1)),
         call(f(4, 3, 7), f(4, 3, 7).softmax(-1), unit(7), NONE),
+    ],
+    linear_cross_entropy_op: [
+        *(call(f(4, 3, 6), GRID, f(7, 6), None, torch.float64, 2, unit(7), how, 255) for how in (NONE, MEAN, SUM)),
+        call(f(4, 3, 6), GRID, f(7, 6), f(7), torch.float64, 5, None, MEAN, 255, 0.1),
+        call(f(5, 6), TARGET, f(7, 6) * 400, f(7), torch.float64, 3, unit(7), MEAN, -100, 0.3),
     ],
     aten.nll_loss_nd.default: [*_NLL, *_NLL_GRID, call(f(7), torch.tensor(4)), call(f(7), torch.tensor(2), unit(7))],
     aten.nll_loss.default: _NLL,
