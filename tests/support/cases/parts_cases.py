@@ -6,6 +6,7 @@ import copy
 import itertools
 import pickle
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -338,6 +339,40 @@ class Annealed(nn.Module):
         return found
 
 
+class Shift:
+    """A transform of its own class: what it is computed from, and a method of the module that made it."""
+
+    def __init__(self, context: torch.Tensor, by: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.context, self.by = context, by
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.by(self.context)
+
+
+class Coupling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.context, self.net = _mlp(8, 32, 4), _mlp(4, 32, 8)
+
+    def shift(self, context: torch.Tensor) -> torch.Tensor:
+        return self.net(context)
+
+    def forward(self, x: torch.Tensor) -> Shift:
+        return Shift(self.context(x), self.shift)
+
+
+class Flow(nn.Module):
+    """Its submodule returns an object that computes with weights later, as lazy transforms of flows do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coupling, self.head = Coupling(), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shifted = self.coupling(x)(x)
+        return self.head(shifted) * (2.0 if float(shifted.norm()) > 0 else 1.0)
+
+
 def _rows() -> tuple[torch.Tensor]:
     return (torch.randn(4, 8),)
 
@@ -359,6 +394,7 @@ CASES: dict[str, Family] = {
     "references_to_parameters": Family(Referring, _rows),
     "modules_made_in_the_forward": Family(Growing, _rows),
     "parameters_put_in_place": Family(Codebook, _rows),
+    "a_part_that_returns_a_method": Family(Flow, _rows),
     "a_counter_that_decides": Family(Annealed, _rows),
 }
 
