@@ -343,7 +343,8 @@ class _Forward:
         caller = sys._getframe(1).f_locals.get("self")
         is_called = isinstance(caller, nn.Module) and vars(caller).get("forward") is self
         if is_called and caller is not self._between.modules[self._path] and isinstance(self._plain, MethodType):
-            return type(caller).forward(caller, *args, **kwargs)
+            kind: Any = type(caller)
+            return kind.forward(caller, *args, **kwargs)
         return self._between._call(self._path, self._plain, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
