@@ -320,7 +320,8 @@ class ShardedModule(CompilingModule):
                     clamp_parameters((self.tensor(fqn), bounds) for fqn, bounds in executable.graph.clamped.items())
                 leaves, mutated = self._step(executable, executable.named(own))
             with torch.set_grad_enabled(recorded):
-                typed = executable.sharing_memory(executable.as_typed(leaves), given, call.leaves)
+                is_part = self._part_of is not None  # plain code may view its outputs
+                typed = executable.sharing_memory(executable.as_typed(leaves), given, call.leaves, ordered=is_part)
             call.programs.pop(number, None)
             if recorded == call.state.recorded:
                 call.programs[number] = executable

@@ -35,7 +35,7 @@ from autoshard.passes.capture.exported.mutated_arguments import (
 )
 from autoshard.passes.capture.exported.output_views import OUTPUT_VIEWS_KEY, find_output_views
 from autoshard.passes.capture.exported.provenance import ENABLES_GRAD_KEY, ForwardFrames, rename_unreadable_inputs
-from autoshard.passes.capture.exported.pytrees import register_types
+from autoshard.passes.capture.exported.pytrees import check_output_objects, register_types
 from autoshard.passes.capture.exported.snapshots import (
     AttributeWriteError,
     alias_plain_tensors,
@@ -382,6 +382,7 @@ class _TracedCall:
         """Forward hook after the user's: notes gradient flags, adds entries of mutated dicts."""
         try:
             self.returned, self.changed = self.handed.returned(output), self.handed.changed
+            check_output_objects(output, {*map(id, self.given), *(id(x) for x, _ in self.handed.before.values())})
         except Exception as error:
             self.error = error
             raise _StoppedError from None

@@ -331,12 +331,12 @@ STATIC = Symbols()
 
 @dataclass(frozen=True, slots=True)
 class OutputView:
-    """An output that is a view of another output or of an input in eager; lengths in elements."""
+    """An output that is a view of another output or of an input in eager, or is not contiguous; lengths in elements."""
 
     number: int
     """of the output leaf"""
     of: int
-    """number of the output leaf, or of the argument leaf (``is_input``), in whose memory it lies"""
+    """number of the output leaf, or of the argument leaf (``is_input``), in whose memory it lies; its own if no other's"""
     is_input: bool
     same: bool
     """whether both are one object"""

@@ -25,6 +25,8 @@ outcome = world.cases("parts_worker.py", __name__, "test_trains_as_on_one_device
     "sparse_inputs",
     "a_function_in_the_forward",
     "duals",
+    "a_part_that_returns_a_method",
+    "clones_that_share_attributes",
 )
 @pytest.mark.parametrize("name", parts_cases.CASES)
 def test_trains_as_on_one_device(outcome: Callable[[str], str], name: str) -> None:

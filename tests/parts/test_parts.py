@@ -331,3 +331,37 @@ def test_a_plan_of_parts_claims_no_bound_and_no_part_of_the_memory() -> None:
     assert sharded.plan.lower_bound == 0
     assert sharded.plan.memory.peak == sum(p.memory.peak for p in sharded.plans.values())
     assert sum(sharded.plan.memory.at_peak.values()) == pytest.approx(sharded.plan.memory.peak)
+
+
+class Heads(nn.Module):
+    """Its output is a transposed view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x).view(4, 6, 2, 4).transpose(1, 2)
+
+
+class Viewed(nn.Module):
+    """``view()`` asks for the memory order that the output of its part has in eager."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.out = Heads(), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.heads(x)
+        if found.detach().abs().max().item() < 0:
+            return found
+        return self.out(found.transpose(1, 2).view(4, 6, 8))
+
+
+def test_outputs_of_parts_have_the_memory_order_of_eager() -> None:
+    found = outcome(Family(Viewed, lambda: (torch.randn(4, 6, 8),)), AXES)
+    assert (found.verdict, found.parts) == ("equal", ("heads", "out")), found.said
+    model = Viewed()
+    sharded = autoshard.compile(model, ideal(AXES))
+    with torch.no_grad():
+        torch.testing.assert_close(sharded(x := torch.randn(4, 6, 8)), model(x))

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -19,9 +19,7 @@ from torch import nn
 
 from autoshard.passes.capture.exported.snapshots import (
     MODULE_REGISTRIES,
-    SNAPSHOT_DEPTH,
-    cell_contents,
-    items_or_attributes,
+    reachable_objects,
 )
 from autoshard.passes.capture.observer import patched
 
@@ -107,40 +105,16 @@ def held_in_attributes(model: nn.Module, own: Collection[int]) -> set[int]:
     An RNN's lists of its weights are left out: its forward renews them.
     """
     each = [(n, x) for m in model.modules() if not isinstance(m, nn.RNNBase) for n, x in vars(m).items()]
-    return {id(x) for x in _reached([x for n, x in each if n not in MODULE_REGISTRIES], own) if id(x) in own}
+    return {id(x) for x in reachable_objects([x for n, x in each if n not in MODULE_REGISTRIES], own) if id(x) in own}
 
 
 def _reaches_any(x: Any, own: Collection[int], foreign: dict[int, nn.Module] | None = None) -> bool:
     """Whether ``x`` is or holds an object of ``own`` (ids). ``foreign`` collects other modules."""
     found = False
-    for y in _reached([x], own):
+    for y in reachable_objects([x], own):
         found = found or id(y) in own
         if found and foreign is None:
             return True
         if foreign is not None and isinstance(y, nn.Module):
             foreign[id(y)] = y
     return found
-
-
-def _reached(roots: Iterable[Any], own: Collection[int]) -> Iterator[Any]:
-    """Objects that ``roots`` are or hold, nearest first; those of ``own`` (ids) are ends."""
-    seen, level = set[int](), list(roots)
-    for _ in range(2 * SNAPSHOT_DEPTH):
-        level = [y for y in level if not (id(y) in seen or seen.add(id(y)))]  # type: ignore[func-returns-value]
-        yield from level
-        level = [z for y in level if id(y) not in own for z in _contents_of(y)]
-
-
-def _contents_of(x: Any) -> Iterable[Any]:
-    if isinstance(x, FunctionType):
-        return [*map(cell_contents, x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, vars(x)]
-    if isinstance(x, MethodType):
-        return [x.__self__, x.__func__]
-    if isinstance(x, functools.partial):
-        return [x.func, x.args, x.keywords]
-    if isinstance(x, weakref.ref):
-        return [x()]
-    if hasattr(type(x), "cache_parameters"):
-        return [x.__wrapped__]
-    held = items_or_attributes(x)
-    return () if held is None else [*held, *held.values()] if isinstance(held, dict) else held

@@ -6,9 +6,11 @@ import contextlib
 import copy
 import fnmatch
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -328,13 +330,21 @@ class Between:
 
 
 class _Forward:
-    """The forward of the module at ``path`` between parts; a deep copy is the module's own forward ``plain``."""
+    """The forward of the module at ``path`` between parts; a deep copy is the module's own forward ``plain``.
+
+    Copies of the module's attributes hold it, too (``higher``, ``learn2learn``, ``copy.copy``): they have other weights.
+    """
 
     def __init__(self, between: Between, path: str, plain: Callable[..., Any]) -> None:
         functools.update_wrapper(self, plain)
         self._between, self._path, self._plain = between, path, plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_locals.get("self")
+        is_called = isinstance(caller, nn.Module) and vars(caller).get("forward") is self
+        if is_called and caller is not self._between.modules[self._path] and isinstance(self._plain, MethodType):
+            kind: Any = type(caller)
+            return kind.forward(caller, *args, **kwargs)
         return self._between._call(self._path, self._plain, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

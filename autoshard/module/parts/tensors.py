@@ -136,6 +136,9 @@ class _View(dict[str, Any]):
     def __bool__(self) -> bool:
         return bool(self._tensors)
 
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
     def keys(self) -> Any:
         return self._tensors.keys()
 

@@ -234,15 +234,20 @@ class Executable:
             found[i] = x.detach() if is_free else x
         return found
 
-    def sharing_memory(self, leaves: Sequence[Any], given: Sequence[Any], own: Sequence[Any]) -> list[Any]:
+    def sharing_memory(
+        self, leaves: Sequence[Any], given: Sequence[Any], own: Sequence[Any], ordered: bool = False
+    ) -> list[Any]:
         """Outputs as views of each other and of the arguments ``given``, as in eager.
 
         ``own``: the arguments as the program knows them: those with a part of a tensor differ.
+        ``ordered``: outputs that are views of nothing have eager's memory order, too.
         """
         found, names = list(leaves), self.graph.flat_inputs
         values = solve_symbols(self.compiled.symbols, {n: x.shape for n, x in self.named(own).items()})
         for (is_input, of), views in self._views.items():
             owner = (given if is_input else found)[of]
+            if not (ordered or is_input) and views[0].number == of:
+                continue
             if is_input and (type(owner) is not Tensor or owner is not own[of]):
                 continue
             written = is_input and names[of] in self._written
@@ -322,6 +327,11 @@ def _can_be_view(made: Any, owner: Any, written: bool) -> bool:
 
 def _as_view(made: Any, owner: Any, view: OutputView, length: Callable[[int], int]) -> tuple[Any, Any]:
     """(``owner`` in the memory order of the trace, ``made`` as a view of it)."""
+    if view.number == view.of and not view.is_input:
+        steps = tuple(map(length, view.memory))
+        if type(owner) is Tensor and owner.stride() != steps:
+            owner = owner.new_empty_strided(owner.shape, steps).copy_(owner)
+        return owner, owner
     detached = owner.requires_grad and not made.requires_grad
     if view.same and not detached:
         return owner, owner

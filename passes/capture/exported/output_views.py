@@ -1,4 +1,4 @@
-"""Outputs of the traced forward that lie in the memory of another output, or of an input.
+"""Outputs of the traced forward that lie in the memory of another output, of an input, or in an order of their own.
 
 A program makes every output anew. A write to one of them would miss the others, as eager's does not:
 :class:`~autoshard.passes.ir.graph.OutputView` says where each lies.
@@ -37,6 +37,8 @@ def find_output_views(given: Sequence[Any], outputs: Sequence[Any]) -> tuple[Out
             taken.update(i for i, _ in others)
             if others and not is_input:
                 taken.add(of)  # what others are views of is no view itself
+        alone = [(i, x) for i, x in members if i not in taken and _is_dense(x) and not x.is_contiguous()]
+        found += [_view(i, x, i, x, False) for i, x in alone]  # view() of it may ask for this memory order
     return tuple(found)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +16,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from autoshard.errors import CaptureError
-from autoshard.passes.capture.exported.snapshots import NO_ATTRIBUTE, items_or_attributes, own_attribute
+from autoshard.passes.capture.exported.snapshots import (
+    NO_ATTRIBUTE,
+    items_or_attributes,
+    own_attribute,
+    reachable_objects,
+)
 from autoshard.torch_private.dispatch import DispatchModeKey, active_dispatch_mode, without_dispatch_modes
 
 _OPAQUE_TYPES = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
@@ -108,6 +113,21 @@ def register_types(tree: Any) -> None:
             if type(leaf) not in pytree.SUPPORTED_NODES:
                 _register_class(type(leaf))
             register_types(list(object_attributes(leaf).values()))
+
+
+def check_output_objects(output: Any, given: Collection[int]) -> None:
+    """Refuse modules, and functions and methods that hold tensors or modules, in an output: they are the trace's.
+
+    ``given``: ids of objects among the arguments, which may be returned.
+    """
+    inside = [x for x in reachable_objects([output], given) if id(x) not in given]
+    for x in inside:
+        held = reachable_objects([x], given) if isinstance(x, (*_OPAQUE_TYPES, functools.partial)) else ()
+        if any(isinstance(y, Tensor | nn.Module) for y in held):
+            raise CaptureError(
+                f"the forward returns an object that holds a {type(x).__name__} with tensors or modules of the model, "
+                "which a program cannot return. Return tensors"
+            )
 
 
 def object_attributes(value: Any) -> dict[str, Any]:

@@ -8,12 +8,13 @@ registered as buffers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from types import CellType, FunctionType, GeneratorType, MemberDescriptorType, ModuleType
+from types import CellType, FunctionType, GeneratorType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +93,7 @@ def _slot_names(kind: type) -> tuple[str, ...]:
     return found
 
 
-_SLOT_NAMES: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
+_SLOT_NAMES: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 """class → :func:`_slot_names`"""
 
 
@@ -118,6 +119,30 @@ def cell_contents(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # it is empty
         return None
+
+
+def reachable_objects(roots: Iterable[Any], own: Collection[int]) -> Iterator[Any]:
+    """Objects that ``roots`` are or hold, nearest first; those of ``own`` (ids) are ends."""
+    seen, level = set[int](), list(roots)
+    for _ in range(2 * SNAPSHOT_DEPTH):
+        level = [y for y in level if not (id(y) in seen or seen.add(id(y)))]  # type: ignore[func-returns-value]
+        yield from level
+        level = [z for y in level if id(y) not in own for z in _contents_of(y)]
+
+
+def _contents_of(x: Any) -> Iterable[Any]:
+    if isinstance(x, FunctionType):
+        return [*map(cell_contents, x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, vars(x)]
+    if isinstance(x, MethodType):
+        return [x.__self__, x.__func__]
+    if isinstance(x, functools.partial):
+        return [x.func, x.args, x.keywords]
+    if isinstance(x, weakref.ref):
+        return [x()]
+    if hasattr(type(x), "cache_parameters"):
+        return [x.__wrapped__]
+    held = items_or_attributes(x)
+    return () if held is None else [*held, *held.values()] if isinstance(held, dict) else held
 
 
 def take_snapshot(roots: Iterable[Any], opaque: tuple[type, ...] = ()) -> ContentsSnapshot:

@@ -47,6 +47,20 @@ def check_parameter_aliases(model: nn.Module, graph: Graph) -> None:
             )
 
 
+def check_apart(model: nn.Module) -> None:
+    """Refuse parameters in each other's memory (``a.data = b.data``): steps of one would miss the other."""
+    owners: dict[StorageWeakRef, list[tuple[str, Tensor]]] = {}
+    for name, p in model.named_parameters():
+        for memory in storages_of([p]):
+            of = next((other for other, x in owners.get(memory, ()) if _overlap_in_bytes(p, x)), None)
+            if of is not None:
+                raise SharedStateError(
+                    f"parameter {name!r} shares memory with parameter {of!r}. Assign one parameter to both "
+                    "modules to tie them, or keep a clone()."
+                )
+            owners.setdefault(memory, []).append((name, p))
+
+
 def _overlap_in_bytes(a: Tensor, b: Tensor) -> bool:
     """Whether the byte ranges of ``a`` and ``b`` in one storage overlap."""
     one, other = _byte_range(a), _byte_range(b)

@@ -17,6 +17,7 @@ from autoshard.passes.capture.exported.provenance import node_loc
 from autoshard.passes.capture.exported.snapshots import NO_ATTRIBUTE, own_attribute
 from autoshard.passes.capture.exported.symbolic_shapes import is_data_dependent_number
 from autoshard.passes.capture.exported.tensor_attributes import check_tensor_class
+from autoshard.passes.capture.refusals.aliasing import check_apart
 from autoshard.passes.capture.refusals.errors import DATA_DEPENDENT_MESSAGE
 from autoshard.passes.ir.graph import Graph
 from autoshard.torch_private.fake import FakeTensor
@@ -49,6 +50,7 @@ def check_module_classes(model: nn.Module) -> None:
 def check_model(model: nn.Module, training: bool) -> None:
     """Refuse wrappers, non-dense parameters, and hooks of the backward if ``training``."""
     check_module_classes(model)
+    check_apart(model)
     for path, module in model.named_modules():
         if training and (module._backward_hooks or module._backward_pre_hooks):
             raise CaptureError(

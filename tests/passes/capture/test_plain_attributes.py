@@ -160,6 +160,15 @@ def test_shared_memory_is_refused(where: str, does: str, text: str) -> None:
         autoshard.compile(Shared(where, does), ideal({"tp": 2}), (torch.randn(4, 8),))
 
 
+def test_parameters_in_one_memory_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9, bias=False))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(CaptureError, match=r"parameter '1.weight' shares memory with parameter '0.weight'"):
+        autoshard.compile(model, ideal({"tp": 2}), (torch.arange(4),))
+    model[1].weight = model[0].weight
+    autoshard.compile(model, ideal({"tp": 2}), (torch.arange(4),))
+
+
 def test_shared_memory_that_nobody_reads_does_no_harm(close: Any) -> None:
     model, x = Shared("buffer", "nothing"), torch.randn(4, 8)
     close(autoshard.compile(model, ideal({"tp": 2}), (x,))(x).detach(), model(x).detach(), 1e-6)

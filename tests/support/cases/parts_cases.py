@@ -6,6 +6,7 @@ import copy
 import itertools
 import pickle
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -338,6 +339,65 @@ class Annealed(nn.Module):
         return found
 
 
+class Shift:
+    """A transform of its own class: what it is computed from, and a method of the module that made it."""
+
+    def __init__(self, context: torch.Tensor, by: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.context, self.by = context, by
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.by(self.context)
+
+
+class Coupling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.context, self.net = _mlp(8, 32, 4), _mlp(4, 32, 8)
+
+    def shift(self, context: torch.Tensor) -> torch.Tensor:
+        return self.net(context)
+
+    def forward(self, x: torch.Tensor) -> Shift:
+        return Shift(self.context(x), self.shift)
+
+
+class Flow(nn.Module):
+    """Its submodule returns an object that computes with weights later, as lazy transforms of flows do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coupling, self.head = Coupling(), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shifted = self.coupling(x)(x)
+        return self.head(shifted) * (2.0 if float(shifted.detach().norm()) > 0 else 1.0)
+
+
+def _clone(module: nn.Module) -> nn.Module:
+    """A module with the attributes of ``module`` and copies of its parameters on the tape, as learn2learn's."""
+    made = object.__new__(type(module))
+    made.__dict__ = vars(module).copy()
+    made._parameters = {n: None if p is None else p.clone() for n, p in module._parameters.copy().items()}  # type: ignore[misc]
+    made._modules = {name: _clone(m) for name, m in module._modules.items() if m is not None}
+    return made
+
+
+class Cloning(nn.Module):
+    """A step of a clone of its head, whose gradient flows into the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = _mlp(8, 32, 8), _mlp(8, 32, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found, clone = self.body(x), _clone(self.head)
+        weights = [(m, n, p) for m in clone.modules() for n, p in m._parameters.items() if p is not None]
+        slopes = torch.autograd.grad(clone(found).square().mean(), [p for *_, p in weights], create_graph=True)
+        for (module, name, p), slope in zip(weights, slopes, strict=True):
+            module._parameters[name] = p - 0.1 * slope  # type: ignore[assignment]
+        return clone(found).square().mean() + self.head(found).mean()
+
+
 def _rows() -> tuple[torch.Tensor]:
     return (torch.randn(4, 8),)
 
@@ -359,6 +419,8 @@ CASES: dict[str, Family] = {
     "references_to_parameters": Family(Referring, _rows),
     "modules_made_in_the_forward": Family(Growing, _rows),
     "parameters_put_in_place": Family(Codebook, _rows),
+    "a_part_that_returns_a_method": Family(Flow, _rows),
+    "clones_that_share_attributes": Family(Cloning, _rows),
     "a_counter_that_decides": Family(Annealed, _rows),
 }
 
