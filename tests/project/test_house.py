@@ -67,10 +67,10 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 80574,
-    "tokens": 683628,
-    "lines over 100 columns": 4892,
-    "files": 364,
+    "lines": 81226,
+    "tokens": 690110,
+    "lines over 100 columns": 4970,
+    "files": 366,
     "files under 60 lines": 9,
     "names at module level in 3 or more files": 7,
     "numeric constants at module level": 94,
@@ -78,7 +78,7 @@ LIMITS = {
     "private paths of torch": 37,
     "files that name a private path of torch": 9,
     "functions with more than 10 parameters": 2,
-    "parameters of the longest list": 25,
+    "parameters of the longest list": 26,
 }
 """of the library. Lower a limit with the change that makes room; raise one only by a commit that says why"""
 
