@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import parts_cases
@@ -16,6 +17,7 @@ from torch import nn
 
 import autoshard
 from autoshard import CaptureError, PlanError, compiler
+from autoshard.errors import RuntimeMismatchError
 
 AXES = {"tp": 2}
 
@@ -146,6 +148,26 @@ def test_what_needs_one_graph_says_what_is_in_the_way() -> None:
 
 
 @pytest.mark.slow
+class Threaded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(2) as threads:
+            results = [threads.submit(m, x) for m in (self.one, self.other)]
+            return sum(r.result() for r in results)  # type: ignore[return-value]
+
+
+@pytest.mark.timeout(60)
+def test_modules_in_threads_are_refused() -> None:
+    """They would wait for the lock that the forward around them holds, and ranks would meet in any order."""
+    sharded = autoshard.compile(Threaded(), ideal(AXES))
+    for _ in range(2):
+        with pytest.raises(RuntimeMismatchError, match=r"(one|other) \(Linear\) is called in another thread than"):
+            sharded(torch.randn(4, 8))
+
+
 def test_errors_of_the_model_change_nothing() -> None:
     """A wrong shape fails in eager, too: it is the refusal of the first call, and nothing is taken over."""
     model, (x, labels) = made("matching")

@@ -7,6 +7,7 @@ import copy
 import fnmatch
 import functools
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.errors import AutoshardError, BudgetError, LayoutError, PlanError, RuleError
+from autoshard.errors import AutoshardError, BudgetError, LayoutError, PlanError, RuleError, RuntimeMismatchError
 from autoshard.layout import Layout
 from autoshard.module.model.closures import deepcopy_functions, held_in_attributes, ids_in_model
 from autoshard.module.model.hooks import HOOK_FLAGS, HOOK_KINDS, SET_LATER, take_later
@@ -69,6 +70,7 @@ class Between:
         """FLOPs of products in the forward of plain code, in the first call"""
         self._count: FlopCount | None = None
         self.called = False
+        self.thread = threading.get_ident()
         """whether a call has ended: an optimizer may hold the parameters"""
         self.plain = PlainTensors(sharded)
         self._taken: dict[tuple[str, str], Any] = {}
@@ -117,6 +119,7 @@ class Between:
             self._take_attributes(name, module.__dict__)
         self.used, self.own, self.times = {}, {}, Counter()
         before = dict(self.refused)
+        self.thread = threading.get_ident()
         self.plain.renew()
         try:
             users_own = self.sharded._original_model.users_own(self.model)
@@ -217,6 +220,11 @@ class Between:
     def _call(self, path: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of the module at ``path``: of its program, or of its own forward ``plain``."""
         module = self.modules[path]
+        if threading.get_ident() != self.thread:
+            raise RuntimeMismatchError(
+                f"{path} ({type(module).__name__}) is called in another thread than the forward around it, so ranks "
+                "could make their calls in different orders. Call modules in the thread of the forward."
+            )
         mode = self._mode(path)
         are_set = self.plain.are_replaced(path) or self._has_set(path)
         if mode is None or (path, mode) in self.refused or not self._may_be_part(path) or are_set:
