@@ -42,16 +42,12 @@ def optimizer_bytes(optimizer: str, shape: tuple[int, ...], dtype: torch.dtype) 
     return (each * numel + factored * sides) * max(4, dtype.itemsize)
 
 
-NEWTON_SCHULZ_STEPS = 5
-"""iterations of Muon's orthogonalization: the default of torch.optim.Muon"""
-
-
 def orthogonalization_flops(shape: tuple[int, ...]) -> float:
-    """FLOPs of Muon's update of a matrix [m, n]: per iteration two products of m·m·n and one of m·m·m, for m ≤ n."""
+    """FLOPs of Muon's update of a matrix [m, n]: 5 iterations of two products of m·m·n and one of m·m·m, for m ≤ n."""
     if len(shape) != 2:
         return 0.0
     m, n = sorted(map(float, shape))
-    return NEWTON_SCHULZ_STEPS * (4 * m * m * n + 2 * m**3)
+    return 5 * (4 * m * m * n + 2 * m**3)
 
 
 @dataclass(frozen=True)
