@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from autoshard.plans.plan import Plan
     from autoshard.report.record import Collective, Cost
     from autoshard.testing import register_rule
+    from autoshard.transfers.dealt import dealt
     from autoshard.transfers.running import TransferHandle, TransferReport, load_safetensors, transfer
     from autoshard.transfers.schedule import Schedule, transfer_schedule
     from autoshard.transfers.states import keep
@@ -100,6 +101,7 @@ _LAZY_MODULES = {
     "visualize_layout": "autoshard.viz",
     "Plan": "autoshard.plans.plan",
     "Cost": "autoshard.report.record",
+    "dealt": "autoshard.transfers.dealt",
     "transfer": "autoshard.transfers.running",
     "keep": "autoshard.transfers.states",
     "TransferHandle": "autoshard.transfers.running",
@@ -145,6 +147,7 @@ __all__ = [
     "clip_grad_norm_",
     "compile",
     "coverage",
+    "dealt",
     "deferred_init",
     "eager",
     "full_optimizer_state_dict",

@@ -127,7 +127,8 @@ def compile(  # noqa: A001  the public name
             "replicate".
         memory_budget: peak bytes per rank of a step, everything included; default: 90 % of the
             hardware's memory. :class:`PlanError` if no plan within it is found.
-        optimizer: whose state the memory model counts, such as "adamw", "sgd" or "adafactor".
+        optimizer: whose state the memory model counts, such as "adamw", "sgd" or "adafactor"; "muon": as
+            :func:`autoshard.dealt` steps it.
         recompute: activation checkpointing: ``"auto"`` (as memory requires), ``"none"``,
             ``"blocks"``, ``"selective"`` or ``{pattern of modules: True | False}``.
         training: whether to compile a backward for the example inputs; default: ``model.training``.

@@ -31,7 +31,7 @@ from autoshard.runtime.transport.groups import group_of
 from autoshard.runtime.transport.process_group import all_gather_single
 from autoshard.torch_private.ops import foreach_norm
 
-_NOT_SUMMED = "gradients are not summed over the ranks yet, because the last backward pass was inside no_sync()"
+NOT_SUMMED = "gradients are not summed over the ranks yet, because the last backward pass was inside no_sync()"
 
 NonFiniteByDevice = dict[torch.device, Tensor]
 """device → 1 if a gradient there is not finite"""
@@ -54,7 +54,7 @@ def clip_grad_norm_(
     gradients: list[Any] = [p.grad for p in sharded.parameters() if p.grad is not None]
     partial = [g for g in gradients if isinstance(g, DTensor) and any(p.is_partial() for p in g.placements)]
     if partial:
-        raise RuntimeMismatchError(f"{len(partial)} {_NOT_SUMMED}")
+        raise RuntimeMismatchError(f"{len(partial)} {NOT_SUMMED}")
     if not sharded.is_staged and (not gradients or not isinstance(gradients[0], DTensor)):
         norm, held = torch.nn.utils.get_total_norm([_gradient_values(g) for g in gradients], norm_type), gradients
     else:
@@ -275,7 +275,7 @@ def _whole_tensor(x: Any) -> Any:
     if not isinstance(x, DTensor):
         return x
     if any(p.is_partial() for p in x.placements):
-        raise RuntimeMismatchError(_NOT_SUMMED)
+        raise RuntimeMismatchError(NOT_SUMMED)
     with torch.no_grad():
         return x.full_tensor().detach().clone()
 

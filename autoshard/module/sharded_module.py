@@ -91,7 +91,7 @@ def _compiling_submodule(sharded: CompilingModule, path: str, base: type[Compili
         original.slots = within(of.slots)
         original.parameters = [name[len(below) :] for name in of.parameters if name.startswith(below)]
         original.elsewhere, original.taken_from = within(of.elsewhere), within(of.taken_from)
-        original.adopted = True
+        original.adopted, original.fields = True, of.fields
         layouts = within({name: sharded._layout_of.get(name, Layout(sharded._program_mesh)) for name in of.slots})
     settings, like = sharded._settings, sharded._settings.opts.like
     opts = replace(settings.opts, hints=None, plan=None, like=None if _strategy_names_modules(sharded) else like)

@@ -270,7 +270,7 @@ def _slices(start: Sequence[int], link: Link) -> tuple[slice, ...]:
     return tuple(slice(s, s + n) for s, n in zip(start, link.shape, strict=True))
 
 
-class _World:
+class TransferWorld:
     """What all transfers of all ranks share: a group for agreements, a group for weights, kept schedules."""
 
     def __init__(self) -> None:
@@ -303,7 +303,7 @@ def _kept(cache: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> An
 
 def _joint(ours: _Modules, names: Names, dtype: torch.dtype | None, buffer: int, copies: bool) -> _Job:
     """A transfer among the ranks of torch.distributed."""
-    world = once_per_initialisation("transfers", _World)
+    world = once_per_initialisation("transfers", TransferWorld)
     agreement, rank = world.agreement, dist.get_rank()
     with world.meeting("autoshard.transfer"):
         source, target = agreement.everywhere(ours.states)
@@ -374,19 +374,19 @@ def _descriptions(
         parts = []
         for number in dict.fromkeys(row[side] for row in rows if row[side]):
             first = next(r for r, row in enumerate(rows) if row[side] == number)
-            mine = "" if agreement.rank != first or state is None else _as_text(dict(state.held))
-            parts.append(_from_text(agreement.text_of(mine, first)))
+            mine = "" if agreement.rank != first or state is None else as_text(dict(state.held))
+            parts.append(from_text(agreement.text_of(mine, first)))
         if not parts:
             raise PlanError(f"no rank has a {('source', 'target')[side]}: all pass None to autoshard.transfer")
         found.append(merged(parts))
     return found[0], found[1]
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
     return base64.b64encode(pickle.dumps(value)).decode()
 
 
-def _from_text(text: str) -> Any:
+def from_text(text: str) -> Any:
     return pickle.loads(base64.b64decode(text))
 
 
@@ -404,7 +404,7 @@ def _options(
 ) -> tuple[dict[str, Any], list[Any]]:
     """The source optimizer's numbers by target name, and options of its groups."""
     mine = ({}, []) if source is None else (source.numbers, source.groups)
-    every = [_from_text(text) for text in agreement.texts(_as_text(mine))]
+    every = [from_text(text) for text in agreement.texts(as_text(mine))]
     numbers = {name: value for known, _ in reversed(every) for name, value in known.items()}
     return _renamed(numbers, links), next((groups for _, groups in every if groups), [])
 

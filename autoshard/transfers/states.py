@@ -63,6 +63,7 @@ class ModuleState:
 
     def _with_optimizer(self) -> ModuleState:
         assert self.optimizer is not None
+        getattr(self.optimizer, "collect_states", lambda: None)()
         names: dict[int, str] = {}
         for name, p in self.parameters.items():
             names.setdefault(id(p), name)
@@ -121,7 +122,7 @@ class ModuleState:
             if not key:
                 torch.autograd.graph.increment_version(own[name])  # a backward of older values refuses
             elif full not in self.local:
-                self._set_state(parameters[name], key, self._wrapped(name, value))
+                self._set_state(parameters[name], key, self.wrapped(name, value))
         for full, value in numbers.items():
             name, _, key = full.partition(STATE_SEPARATOR)
             if name in parameters:
@@ -130,7 +131,8 @@ class ModuleState:
             for group, options in zip(self.optimizer.param_groups, groups, strict=True):
                 group.update(options)
 
-    def _wrapped(self, name: str, value: torch.Tensor) -> torch.Tensor:
+    def wrapped(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """This rank's shard ``value`` of a state of parameter ``name``, as the optimizer holds it."""
         if not isinstance(self.module, DistributedModule):
             return value
         replica = next(r for r in self.held[name].replicas if self.module._comm.ranks == r.ranks)

@@ -34,6 +34,7 @@ from autoshard.passes.capture.exported.mutated_arguments import (
     split_output_spec,
 )
 from autoshard.passes.capture.exported.output_views import OUTPUT_VIEWS_KEY, find_output_views
+from autoshard.passes.capture.exported.plain_objects import recording_fields
 from autoshard.passes.capture.exported.provenance import ENABLES_GRAD_KEY, ForwardFrames, rename_unreadable_inputs
 from autoshard.passes.capture.exported.pytrees import check_output_objects, register_types
 from autoshard.passes.capture.exported.snapshots import (
@@ -174,13 +175,14 @@ def _capture_once(
         with_parameter_dtype(model, precision) as stored_dtypes,
         recording_outside_reads() as read,
         recording_left_state(model),
+        recording_fields(model) as fields,
     ):
         alias_plain_tensors(model)
         graph, eager_grads = _graph_and_output_grads(model, example, training, dynamic)
         check_parameter_aliases(model, graph)
         check_second_call(model, graph, lambda: _graph_and_output_grads(model, example, training, dynamic)[0])
     graph = mark_embedding_tables(annotate_stored_dtypes(graph, stored_dtypes, precision))
-    graph = replace(graph, types=interned_types(graph.types), outside=tuple(read.values()))
+    graph = replace(graph, types=interned_types(graph.types), outside=tuple(read.values()), fields=frozenset(fields))
     check_dtypes(graph)
     if training and eager_grads is not None:
         _compare_gradients(graph, eager_grads)

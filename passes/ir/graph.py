@@ -371,6 +371,8 @@ class Graph:
     """(tensor, version) that the trace read: constants, and tensors that decided a branch"""
     attached: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     """(fqn, attribute) of tensors whose own attributes the forward read"""
+    fields: frozenset[tuple[type, str]] = field(default=frozenset(), compare=False, repr=False)
+    """(class, name) of fields that the forward read from plain objects, such as a configuration"""
     symbols: Symbols = STATIC
     """dynamic lengths of inputs that types depend on"""
     flat_inputs: tuple[str | None, ...] = ()

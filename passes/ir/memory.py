@@ -18,6 +18,7 @@ OPTIMIZERS: Mapping[str, tuple[float, float]] = {
     "rmsprop": (1, 0),
     "lion": (1, 0),
     "momentum": (1, 0),
+    "muon": (1, 0),
     "sgd": (0, 0),
     "adafactor": (0, 1),
     "none": (0, 0),
@@ -39,6 +40,14 @@ def optimizer_bytes(optimizer: str, shape: tuple[int, ...], dtype: torch.dtype) 
             rows, columns = rows * n, columns * n
         sides = rows + columns if len(shape) > 1 else numel
     return (each * numel + factored * sides) * max(4, dtype.itemsize)
+
+
+def orthogonalization_flops(shape: tuple[int, ...]) -> float:
+    """FLOPs of Muon's update of a matrix [m, n]: 5 iterations of two products of m·m·n and one of m·m·m, for m ≤ n."""
+    if len(shape) != 2:
+        return 0.0
+    m, n = sorted(map(float, shape))
+    return 5 * (4 * m * m * n + 2 * m**3)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -105,6 +106,48 @@ def case(name: str, like: dict[str, str], options: dict[str, Any]) -> None:
     assert sent.total == pytest.approx(planned, rel=0.1), (sent.total, planned, sum(again))
 
 
+def tiny_llama() -> Any:
+    """Of transformers, in float64."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "use_cache": False}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).double()
+
+
+def transformers_case(name: str, like: dict[str, str]) -> None:
+    """What ``from_pretrained`` makes of the exported ``DistributedConfig``: logits, loss and gradients of one device."""
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    loaded = functools.partial(
+        transformers.AutoModelForCausalLM.from_pretrained, Path(sys.argv[2]).parent, dtype=torch.float64
+    )
+    model = loaded().train()
+    ids = torch.randint(0, 64, (4, 8))
+    batch = {"input_ids": ids, "labels": ids}
+    ours = autoshard.compile(copy.deepcopy(model), autoshard.Mesh(dict.fromkeys(like, 2), "h100"), (), batch, like=like)
+    config = json.loads(ours.plan.export("transformers").files["distributed_config.json"])
+    distributed = transformers.distributed.DistributedConfig(**config)
+    theirs = loaded(distributed_config=distributed).train()
+    expected, found = model(**batch), theirs(**batch)
+    expected.loss.backward()
+    found.loss.backward()
+    assert_close(
+        {"logits": full(found.logits), "loss": full(found.loss)}, {n: expected[n] for n in ("logits", "loss")}, name
+    )
+    gradients = {n: full(p.grad) for n, p in theirs.named_parameters()}
+    assert_close(gradients, {n: p.grad for n, p in model.named_parameters()}, "gradient")
+    if like != {"dp": "ddp"}:
+        assert any(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in theirs.parameters())
+    if "tp" in like:
+        assert shards(theirs) == shards(ours)
+
+
+OF_TRANSFORMERS = {
+    f"transformers_{like}": {axis: like} for axis, like in (("tp", "megatron"), ("dp", "fsdp"), ("dp", "ddp"))
+}
+
 CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "ddp": ({"dp": "ddp"}, {}),
     "fsdp": ({"dp": "fsdp"}, {}),
@@ -118,4 +161,5 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 }
 
 if __name__ == "__main__":
-    main({name: functools.partial(case, name, *options) for name, options in CASES.items()})
+    of_source = {name: functools.partial(case, name, *options) for name, options in CASES.items()}
+    main(of_source | {name: functools.partial(transformers_case, name, x) for name, x in OF_TRANSFORMERS.items()})

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.passes.capture.exported.plain_objects import plain_objects
 from autoshard.passes.capture.exported.snapshots import (
     MODULE_REGISTRIES,
     reachable_objects,
@@ -88,6 +89,16 @@ def deepcopy_without_tensors() -> contextlib.AbstractContextManager[None]:
 def ids_in_model(model: nn.Module) -> set[int]:
     """The ids of the model's modules, parameters and buffers."""
     return {id(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
+
+
+def plain_memo(model: nn.Module) -> Memo:
+    """A memo by which deep copies of ``model`` share its plain objects that hold no tensors or modules."""
+    objects = plain_objects(model.modules())
+    return {
+        id(x): x
+        for x in objects
+        if not any(isinstance(y, torch.Tensor | nn.Module) for y in reachable_objects([x], ()))
+    }
 
 
 def copy_with_memo(x: Any, memo: Mapping[int, Any]) -> Any:

@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_module
 
 from autoshard.errors import CaptureError, SharedStateError
 from autoshard.initialise.deferred import recording_of
-from autoshard.module.model.closures import deepcopy_functions, deepcopy_without_tensors, ids_in_model
+from autoshard.module.model.closures import deepcopy_functions, deepcopy_without_tensors, ids_in_model, plain_memo
 from autoshard.module.model.hooks import (
     FORWARD_HOOKS,
     SET_LATER,
@@ -31,6 +31,7 @@ from autoshard.module.model.hooks import (
 )
 from autoshard.module.model.parameters import carry_attributes, meta_parameter
 from autoshard.module.model.submodules import ShardedSubmodule, sharded_submodules
+from autoshard.passes.capture.exported.plain_objects import FieldGuards, plain_objects
 from autoshard.passes.capture.exported.snapshots import (
     BUFFER_VALUES,
     LEFT_BY_TRACE,
@@ -205,6 +206,8 @@ class OriginalModel:
         """snapshot of the last call"""
         self._places: list[dict[Any, Any]] | None = None
         """the dicts of forward hooks and later attributes, of all parts"""
+        self.fields: FieldGuards | None = None
+        """guards of plain objects; None until the first program"""
         self._states: deque[tuple[Any, CallState]] = deque(maxlen=4)
         """of the last calls, with their fields: comparing tuples needs no Python call"""
 
@@ -236,10 +239,12 @@ class OriginalModel:
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
-        """The forward hooks of every module, and attributes set after compilation."""
+        """The forward hooks of every module, and attributes and fields of plain objects set after compilation."""
         if self._places is None:
             self._places = [vars(part)[kind] for part in self.parts.values() for kind in (*FORWARD_HOOKS, SET_LATER)]
-        return forward_hooks_of(self.parts.items(), self.own_hooks) if any(self._places) else ()
+        found = forward_hooks_of(self.parts.items(), self.own_hooks) if any(self._places) else ()
+        changed = () if self.fields is None else self.fields.changes()
+        return (*found, *(Hook(place, name, value=key) for place, name, key in changed)) if changed else found
 
     def by_original(self) -> dict[int, ShardedSubmodule]:
         """Parts by id of the user's module."""
@@ -378,6 +383,7 @@ class OriginalModel:
                 self.ties[name] = tied
         adopt_hooks(self.model, self.parts)
         self.model, self.adopted, self._places = meta_skeleton(self.model), True, None
+        self.fields = FieldGuards(self.parts.values())
 
     def _without_values(self, absent: Iterable[str]) -> None:
         self.absent = {name: (tensor := self.tensor(name), tensor._version) for name in absent}
@@ -451,12 +457,25 @@ class OriginalModel:
                 module.training = self.parts[path].training
             lent = hooks_during_trace(self.model, self.parts, self._standing_for(), self.own_hooks)
             with lent, self.users_own(self.model):
+                self._check_fields()
                 yield self.model
         finally:
             for path, training in before.items():
                 modules[path].training = training
             for b in buffers.values():
                 b.__dict__.pop(BUFFER_VALUES, None)
+
+    def _check_fields(self) -> None:
+        """Refuse changed fields of objects that the skeleton has copies of: they hold its modules or tensors."""
+        if self.fields is None or not (changed := self.fields.changed):
+            return
+        ours, copies = ({id(x) for x in plain_objects(of)} for of in (self.parts.values(), self.model.modules()))
+        for x, names in changed:
+            if id(x) in ours - copies:
+                raise SharedStateError(
+                    f"field {next(iter(names))!r} of a {type(x).__name__} was set after compilation, but the object holds "
+                    "modules or tensors, so programs do not follow it. Change the model, and compile it again."
+                )
 
     @contextlib.contextmanager
     def users_own(self, model: nn.Module) -> Iterator[None]:
@@ -530,9 +549,9 @@ def non_persistent_buffers(model: nn.Module) -> set[str]:
 def meta_skeleton(model: nn.Module) -> nn.Module:
     """A copy of ``model`` with meta parameters and buffers; ties are kept.
 
-    Other tensors are shared: later captures see writes to them.
+    Other tensors are shared, and so are plain objects that hold none: later captures see writes to them.
     """
-    memo: dict[int, Any] = {id(recording_of(model)): None}
+    memo: dict[int, Any] = {**plain_memo(model), id(recording_of(model)): None}
     for p in model.parameters():
         memo[id(p)] = meta_parameter(p)
     for b in model.buffers():

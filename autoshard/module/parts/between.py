@@ -19,11 +19,12 @@ from torch import nn
 
 from autoshard.errors import AutoshardError, BudgetError, LayoutError, PlanError, RuleError, RuntimeMismatchError
 from autoshard.layout import Layout
-from autoshard.module.model.closures import deepcopy_functions, held_in_attributes, ids_in_model
+from autoshard.module.model.closures import deepcopy_functions, held_in_attributes, ids_in_model, plain_memo
 from autoshard.module.model.hooks import HOOK_FLAGS, HOOK_KINDS, SET_LATER, take_later
 from autoshard.module.model.submodules import ShardedSubmodule, kept_attributes
 from autoshard.module.parts.plans import FlopCount
 from autoshard.module.parts.tensors import PlainTensors
+from autoshard.passes.capture.exported.plain_objects import FieldGuards
 from autoshard.passes.capture.exported.snapshots import parameters_of, replace_in_attributes
 from autoshard.torch_private.autograd import forward_level, peek_interpreter_stack
 from autoshard.torch_private.dispatch import without_dispatch_modes
@@ -87,10 +88,12 @@ class Between:
         held = held_in_attributes(of.model, {id(x) for x in named.values()})
         self._held = [name for name, x in named.items() if id(x) in held]
         self.plain.read.update(self._held)
+        shared = plain_memo(of.model)
         with deepcopy_functions(ids_in_model(of.model)):
-            self.model = copy.deepcopy(of.model, {id(x): of.tensor(name) for name, x in named.items()})
+            self.model = copy.deepcopy(of.model, {id(x): of.tensor(name) for name, x in named.items()} | shared)
         self._taken.clear()
         self.modules = dict(self.model.named_modules())
+        self._fields = FieldGuards(self.modules.values(), of.fields.read, {*shared})
         self._own = {
             id(m): [(n, x) for n, x in vars(m).items() if n != "training" and type(x) in (bool, int, float, str)]
             for m in self.modules.values()
@@ -258,9 +261,10 @@ class Between:
         return tuple(m.training for _, m in self._within(path)), torch.is_grad_enabled()
 
     def _has_set(self, path: str) -> bool:
-        """Whether plain code has set a number, flag or string of a module at or below ``path``: its program has it not."""
+        """Whether plain code has set what programs have otherwise: a number, flag or string of a module at or below
+        ``path``, or a field that a part reads."""
         each = [(vars(m), self._own[id(m)]) for _, m in self._within(path)]
-        return any(own.get(name) != x for own, held in each for name, x in held)
+        return any(own.get(name) != x for own, held in each for name, x in held) or bool(self._fields.changes())
 
     def _within(self, path: str) -> list[tuple[str, nn.Module]]:
         """Modules at and below ``path`` by their paths there, without those that the forward has made."""

@@ -19,8 +19,9 @@ from autoshard.layout import Layout
 from autoshard.module.model.original import OriginalModel
 from autoshard.module.parts.between import Between, is_untraceable
 from autoshard.module.parts.plans import summary
+from autoshard.passes.capture.exported.plain_objects import plain_objects
 from autoshard.passes.capture.exported.pytrees import flatten_registered
-from autoshard.passes.capture.exported.snapshots import parameters_of, plain_tensors
+from autoshard.passes.capture.exported.snapshots import parameters_of, plain_tensors, restore_snapshot, take_snapshot
 from autoshard.passes.capture.refusals.aliasing import storages_of
 from autoshard.runtime.transport import torch_state
 
@@ -186,15 +187,20 @@ def _adopt_replicated(sharded: Any) -> None:
 
 @contextmanager
 def _undone(sharded: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Inside, writes to parameters and buffers, and draws, are undone at the end; yields full tensors by name."""
+    """Inside, writes to parameters, buffers and plain objects, and draws, are undone at the end.
+
+    Yields full tensors by name.
+    """
     names = list(sharded._original_model.slots)
     before = {name: sharded._full(sharded.tensor(name).detach()) for name in names}
     states = torch_state.generator_states(), random.getstate(), numpy.random.get_state()
     parts = map(vars, sharded._original_model.parts.values())
+    objects = take_snapshot(plain_objects(sharded._original_model.parts.values()))
     places = [(own, dict(own)) for part in parts for own in (part["_parameters"], part["_buffers"])]
     try:
         yield before
     finally:
+        restore_snapshot(objects)
         for own, held in places:
             for name in [name for name in own if name not in held]:  # registered by the forward
                 del own[name]

@@ -373,6 +373,8 @@ class CompilingModule(FixedModule):
         object.__setattr__(self, "_parameter_layouts", {**others, **kept})
         outputs = is_state_output(found.graph, inspect.signature(self._original_model.model.forward).parameters)
         executable = Executable.of(found, input_descriptions(found.graph, args, kwargs), outputs, structure)
+        if (fields := self._original_model.fields) is not None:
+            fields.note(found.graph.fields)
         executable.attached = attribute_values(found.graph.attached, self.tensor)
         if structure is not None and (why := executable.refuses(structure, call.leaves)):
             raise PlanError(f"the program does not fit the call that it was compiled for: {why}")
@@ -406,7 +408,9 @@ class CompilingModule(FixedModule):
             programs = self._part_of[0].programs.setdefault(str(graph), [])
         gradients = tuple(t.grad for t in graph.types.values())  # not in the text
         key = gradients, repr(known if of_part else known.inputs)
-        later = any(vars(part)[SET_LATER] for part in self._original_model.parts.values())
+        own_model = self._original_model
+        later = any(vars(part)[SET_LATER] for part in own_model.parts.values())
+        later = later or bool(own_model.fields and own_model.fields.changes())
         for of, captured, found in programs if of_part or later else ():
             own, others = graph.constants, captured.constants
             equal = of == key and (of_part or str(graph) == str(captured)) and own.keys() == others.keys()

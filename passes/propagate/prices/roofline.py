@@ -24,7 +24,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.analyses import cached_per_node
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType
-from autoshard.passes.ir.memory import optimizer_bytes
+from autoshard.passes.ir.memory import optimizer_bytes, orthogonalization_flops
 from autoshard.passes.ir.program import InternalCollective
 from autoshard.passes.ir.rewrite import NodeBuilder
 from autoshard.passes.rules import rule_for
@@ -492,8 +492,26 @@ def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Place
     shape, dtype = local_shape(type_.updates.shape, placements, mesh), type_.kept.dtype
     state = optimizer_bytes(optimizer, shape, dtype)
     seconds: float = mesh.hardware.update_seconds(3 * math.prod(shape) * dtype.itemsize + 2 * state)
+    if optimizer == "muon":
+        seconds += _orthogonalization_seconds(type_.updates.shape, shape, dtype, mesh)
     busiest = owner_imbalance(type_, placements, mesh)
     return busiest * mesh.hardware.relative_duration(mesh.size / busiest, mesh.size) * seconds
+
+
+def _orthogonalization_seconds(whole: tuple[int, ...], held: tuple[int, ...], dtype: torch.dtype, mesh: Mesh) -> float:
+    """A rank's share of Muon's update of a matrix whose shards have shape ``held``; see :func:`autoshard.dealt`.
+
+    The owner gathers parameter and gradient, works in bfloat16, and scatters the parameter. Messages of
+    all matrices go together, so one pays no latency.
+    """
+    if not (flops := orthogonalization_flops(whole)):
+        return 0.0
+    seconds = mesh.hardware.product_seconds(flops, whole, torch.bfloat16) / mesh.size
+    if mesh.size == 1:
+        return seconds
+    others, share = 1.0 - 1.0 / mesh.size, math.prod(held) / math.prod(whole)
+    received = (2.0 * (1.0 - share) / mesh.size + share * others) * math.prod(whole) * dtype.itemsize
+    return seconds + received * mesh.link(mesh.axes).rate("all_to_all")[1]
 
 
 def is_ideal_network(mesh: Mesh) -> bool:

@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import autoshard
 from autoshard import Hardware, Mesh, Shard
 from autoshard.hardware import PRESETS, Overlap
 from autoshard.passes.capture import capture
 from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.memory import orthogonalization_flops
 from autoshard.passes.propagate.op_space import op_space
 from autoshard.passes.propagate.prices import roofline as costs
 from autoshard.passes.propagate.prices.overlap import (
@@ -137,6 +139,19 @@ def test_the_optimizer_takes_the_time_of_its_state() -> None:
     assert seconds["sgd"] == pytest.approx(H100.memory_seconds(3 * size))
     assert seconds["none"] == 0
     assert costs.optimizer_seconds("adamw", type_, whole, mesh) == pytest.approx(seconds["adamw"] / 4)
+
+
+def test_muon_takes_the_time_of_dealt_matrices() -> None:
+    """A rank's share of what torch's Muon computes, and the shards of parameter, gradient and result on the wire."""
+    type_, mesh = mlp().types["p_embedding_weight"], Mesh({"dp": 4})
+    with FlopCounterMode(display=False) as counter:
+        torch.optim._muon._zeropower_via_newtonschulz(torch.ones(64, 512), (3.4, -4.8, 2.0), 5, 1e-7)
+    assert orthogonalization_flops((64, 512)) == counter.get_total_flops() == orthogonalization_flops((512, 64))
+    computed = H100.product_seconds(counter.get_total_flops(), (64, 512), torch.bfloat16) / 4
+    per_byte = mesh.link(("dp",)).rate("all_to_all")[1]
+    for placed, sent in (((costs.Shard(0),), 3 * 3 / 16), ((autoshard.Replicate(),), 3 / 4)):
+        muon, momentum = (costs.optimizer_seconds(name, type_, placed, mesh) for name in ("muon", "momentum"))
+        assert muon - momentum == pytest.approx(computed + sent * 64 * 512 * 4 * per_byte)
 
 
 # --- kernels ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -12,13 +13,14 @@ import pickle
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerate
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from state_harness import Block, Net, both, case, close, full, ids, pair, same_gradients, same_state, steps
+from state_harness import Block, Net, both, case, close, full, ids, pair, refused, same_gradients, same_state, steps
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -31,6 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import autoshard
 from autoshard import AutoshardError, PlanError
 from autoshard.transfers.files import SAFETENSORS_INDEX
+from autoshard.transfers.messages import RankMessages
 
 
 @case
@@ -199,8 +202,8 @@ def prepared_by_accelerate(mesh: autoshard.Mesh) -> None:
 class Orthogonal(torch.optim.Optimizer):
     """Steps matrices by their polar factor, with momentum and noise; keeps norms of rows."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
+    def __init__(self, params: Any, noise: float = 0.01) -> None:
+        super().__init__(params, {"noise": noise})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -211,7 +214,8 @@ class Orthogonal(torch.optim.Optimizer):
             if p.ndim == 2:
                 left, values, right = torch.linalg.svd(mean, full_matrices=False)
                 mean = left @ (values / (values + 0.1)).diag() @ right
-            p.sub_(0.1 * mean + 0.01 * torch.rand(p.shape, dtype=p.dtype))
+            noise = self.param_groups[0]["noise"]
+            p.sub_(0.1 * mean + noise * (torch.rand(p.shape, dtype=p.dtype) if noise else 0.0))
 
 
 @case
@@ -239,6 +243,51 @@ def stepped_on_whole_tensors(mesh: autoshard.Mesh) -> None:
                 optimizer.step(*([] if kind is Orthogonal else [closure]))
         same_state(sharded, model)
     assert [p.shape for p in sharded.parameters()] == [p.shape for p in model.parameters()]
+
+
+@case
+def matrices_dealt_to_ranks(mesh: autoshard.Mesh) -> None:
+    """By autoshard.dealt: one rank orthogonalises each matrix, and only what a rank lacks is sent; states are saved."""
+    updated, sent = list[Any](), list[int]()
+
+    def noting(call: Any, note: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            note(args[0])
+            return call(*args, **kwargs)
+
+        return noted
+
+    muon = (torch.optim._muon, "_zeropower_via_newtonschulz", lambda gradient: updated.append(tuple(gradient.shape)))
+    bytes_ = (RankMessages, "of", lambda schedule: sent.extend(m.bytes for m in schedule.messages))
+    for kind in (functools.partial(torch.optim.Muon, lr=0.01), functools.partial(Orthogonal, noise=0.0)):
+        model, sharded = pair(mesh, Net, ids())
+        first, second = ([p for p in m.parameters() if p.ndim == 2] for m in (model, sharded))
+        if sharded.is_staged:
+            with refused("without stages", AutoshardError):
+                autoshard.dealt(kind(second), sharded)
+            return
+        optimizers: list[Any] = [kind(first), autoshard.dealt(kind(second), sharded)]
+        for step in range(4):
+            if step == 2:
+                state = autoshard.full_optimizer_state_dict(sharded, optimizers[1])
+                optimizers[1] = autoshard.dealt(kind(second), sharded)
+                autoshard.load_full_optimizer_state_dict(sharded, optimizers[1], state)
+            for module, optimizer in zip((model, sharded), optimizers, strict=True):
+                optimizer.zero_grad()
+                module(ids(seed=step))[0].backward()
+                with contextlib.ExitStack() as stack:
+                    for owner, name, note in (muon, bytes_) if module is sharded and not sent else ():
+                        stack.enter_context(mock.patch.object(owner, name, noting(getattr(owner, name), note)))
+                    optimizer.step()
+        same_state(sharded, model)
+        assert len(optimizers[1].state_dict()["state"]) == len(second)
+    if dist.is_initialized():
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, updated)
+        assert all(every)
+        assert sorted(x for each in every for x in each) == sorted(tuple(p.shape) for p in first)
+        cut = [any(placed.is_shard() for placed in p.placements) for p in second]
+        assert sum(sent) == sum(p.numel() * 8 * (1.5 if c else 1) for p, c in zip(first, cut, strict=True))
 
 
 @case

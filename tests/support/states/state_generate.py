@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from state_cases_inputs import executed
-from state_harness import case, close, refused, steps
+from state_harness import case, close, refused, same_gradients, steps
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -326,3 +327,30 @@ def a_prompt_of_one_request_along_its_sequence(mesh: autoshard.Mesh) -> None:
     token.pop(("all_gather", "forward"), None)  # the logits, where they go to another process
     assert token == {("all_reduce", "forward"): 2 + 1}
     assert len(sharded.programs) == 2
+
+
+@case
+@upcasts_in_float64()
+def the_configuration_of_transformers_set_later(mesh: autoshard.Mesh) -> None:
+    """As trainers do: ``use_cache`` off for training, with recomputation and without, and on again for generation."""
+    tokens = torch.randint(3, 64, (4, 6), generator=torch.Generator().manual_seed(0))
+    pytest.importorskip("transformers").logging.set_verbosity_error()  # it warns of these tiny sizes
+    model = gpt2().train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, (), {"input_ids": tokens, "labels": tokens}, stages=None)
+    entries = []
+    for cached, recomputed in ((True, False), (False, False), (False, True), (True, False)):
+        for m in (model, sharded):
+            m.config.use_cache = cached
+            with warnings.catch_warnings(action="ignore"):
+                m.gradient_checkpointing_enable() if recomputed else m.gradient_checkpointing_disable()
+        made = [m(input_ids=tokens, labels=tokens) for m in (sharded, model)]
+        assert made[0].keys() == made[1].keys()
+        entries.append("past_key_values" in made[0])
+        close(made[0].loss, made[1].loss)
+        made[0].loss.backward()
+        made[1].loss.backward()
+        same_gradients(sharded, model)
+    assert entries == [True, False, False, True]

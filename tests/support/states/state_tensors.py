@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import unittest
 import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
 
 import autoshard
-from autoshard.errors import PlanError
+from autoshard.errors import PlanError, SharedStateError
 from autoshard.module.gathered import changed_modules, gathered_model
 
 # --- parameters and buffers replaced, moved, converted ---
@@ -235,6 +237,92 @@ def attributes_that_are_set_later(mesh: autoshard.Mesh) -> None:
     model, sharded = pair(mesh, lambda: Net(p=0.1), ids())
     both(model, sharded, lambda m: setattr(m.layers[0].drop, "p", 0.7))
     steps(model, sharded, ids())
+
+
+class Settings:
+    """A configuration, as libraries have them: read through a property, another name, a dict."""
+
+    def __init__(self) -> None:
+        self.inner, self.factors = SimpleNamespace(scale=1.0), {"bias": 1.0}
+        self.returns_twice, self.act = False, torch.tanh
+
+    @property
+    def scale(self) -> float:
+        return self.inner.scale
+
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__("returns_twice" if name == "twice" else name)
+
+
+class Counter:
+    """What the forward does not read."""
+
+    done = 0
+
+
+class Configured(nn.Module):
+    """Its forward reads an object that it shares with a module inside."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.config, self.lin, self.steps = settings, nn.Linear(8, 8), Counter()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.config.act(self.lin(x)) * self.config.scale + getattr(self.config, "offset", 0.0)
+        return ((y * self.config.factors["bias"]).square().mean(),) * (1 + self.config.twice)
+
+
+@case
+def fields_of_a_configuration_that_are_set_later(mesh: autoshard.Mesh) -> None:
+    """Programs follow them, also back; what the forward does not read costs no capture."""
+
+    def make() -> nn.Module:
+        settings = Settings()
+        model = nn.Sequential(Configured(settings))
+        model.config = settings
+        return model
+
+    model, sharded = pair(mesh, make, rows())
+    steps(model, sharded, rows())
+    if sharded.is_staged:
+        return
+    close(sharded(rows())[0], model(rows())[0])
+    before, seen = len(sharded.programs), set()
+    sharded[0].steps.done += 1
+    sharded(rows())
+    assert len(sharded.programs) == before
+    changes: list[Callable[[Any], Any]] = [
+        lambda c: setattr(c.inner, "scale", 2.0),
+        lambda c: setattr(c, "act", torch.sigmoid),
+        lambda c: c.factors.update(bias=3.0),
+        lambda c: setattr(c, "offset", 1.0),
+        lambda c: setattr(c, "inner", SimpleNamespace(scale=4.0)),
+        lambda c: setattr(c.inner, "scale", 5.0),
+    ]
+    for change in changes:
+        both(model, sharded, lambda m, change=change: change(m.config))
+        steps(model, sharded, rows())
+        seen.add(float(full(sharded(rows())[0]).detach()))
+    assert len(seen) == len(changes)  # each was read
+    for twice in (True, False, True):
+        both(model, sharded, lambda m, twice=twice: setattr(m.config, "returns_twice", twice))
+        assert len(sharded(rows())) == len(model(rows())) == 1 + twice
+        before = before if twice else len(sharded.programs)
+    assert len(sharded.programs) == before
+    with changed_modules(sharded) as inside:
+        assert inside[0].config.inner.scale == 5.0
+    copied = copy.deepcopy(sharded)
+    copied.config.inner.scale = 6.0
+    close(sharded(rows())[0], model(rows())[0])
+    model.config.inner.scale = 6.0
+    close(copied(rows())[0], model(rows())[0])
+    vars(holder := Settings()).update(weights=torch.ones(8))
+    model, sharded = pair(mesh, lambda: Configured(holder), rows())
+    both(model, sharded, lambda m: setattr(m.config.inner, "scale", 2.0))
+    steps(model, sharded, rows())
+    sharded.config.act = torch.sigmoid
+    with refused("field 'act' of a Settings was set after compilation", SharedStateError):
+        sharded(rows())
 
 
 class Adapted(nn.Module):

@@ -1,0 +1,145 @@
+"""Plain objects in a model's attributes, such as a configuration: the fields that a forward reads, and their keys."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.passes.capture.exported.pytrees import constant_key
+from autoshard.passes.capture.exported.snapshots import (
+    MODULE_REGISTRIES,
+    NO_ATTRIBUTE,
+    SNAPSHOT_DEPTH,
+    items_or_attributes,
+    own_attribute,
+    take_snapshot,
+)
+from autoshard.passes.capture.observer import patched, replacement_patch
+
+_CONSTANT_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_ALL_FIELDS = frozenset(("__dict__", "__getstate__", "__deepcopy__", "__reduce_ex__", "__copy__"))
+"""names by which code reads every field of an object"""
+
+FieldRead = tuple[type, str]
+"""(class of a plain object, name that was read from it)"""
+
+
+def plain_objects(modules: Iterable[nn.Module]) -> list[Any]:
+    """Objects of the user's classes that plain attributes of ``modules`` hold, outer ones first."""
+    held = (x for m in modules for n, x in vars(m).items() if n not in MODULE_REGISTRIES)
+    return [x for x, _ in take_snapshot(held) if _is_plain_object(x)]
+
+
+def _is_plain_object(x: Any) -> bool:
+    kind = type(x)
+    of_python = kind is SimpleNamespace or kind.__flags__ & 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made it
+    return bool(of_python) and kind.__module__.partition(".")[0] not in ("torch", "autoshard") and not isinstance(
+        x, (*_CONTAINERS, Enum, nn.Module)
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def recording_fields(model: nn.Module) -> Iterator[set[FieldRead]]:
+    """Yields the fields of plain objects that code inside reads."""
+    read: set[FieldRead] = set()
+
+    def observed(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def get(self: Any, name: str) -> Any:
+            read.add((type(self), name))
+            found = own(self, name)
+            fields: Any = own_attribute(self, "__dict__")
+            kind: Any = type(self)
+            if isinstance(fields, dict) and name not in fields and not _is_of_class(kind, name):
+                read.add((type(self), "__dict__"))  # another name of a field
+            return found
+
+        return get
+
+    with contextlib.ExitStack() as stack:
+        for kind in dict.fromkeys(map(type, plain_objects(model.modules()))):
+            try:
+                stack.enter_context(patched([replacement_patch(kind, "__getattribute__", observed)]))
+            except (TypeError, AttributeError):  # its class cannot be changed
+                read.add((kind, "__dict__"))
+        yield read
+
+
+class FieldGuards:
+    """The fields of plain objects that programs have read, beside what they were when first seen."""
+
+    def __init__(
+        self, modules: Iterable[nn.Module], read: dict[type, set[str]] | None = None, others: Collection[int] = ()
+    ) -> None:
+        """``read``: what to guard; ``others``: ids of objects to leave out."""
+        self.modules, self._left_out = [*modules], others
+        self.read: dict[type, set[str]] = defaultdict(set) if read is None else read
+        self._objects: list[tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        """(object, field → key when first seen, field → value in the last call, changed field → key)"""
+        self._others: list[Any] = []
+        """values that are no constants: a key has their number"""
+        self.note(())
+
+    def note(self, read: Collection[FieldRead]) -> None:
+        """Guard these fields, too, and objects that were set since."""
+        for kind, name in read:
+            self.read[kind].add(name)
+        known = {*self._left_out, *(id(x) for x, *_ in self._objects)}
+        new = [x for x in plain_objects(self.modules) if id(x) not in known]
+        self._objects += [(x, {n: self._key(y) for n, y in _fields(x).items()}, {}, {}) for x in new]
+
+    def changes(self) -> list[tuple[str, str, Any]]:
+        """(object, field, key) of each field read by a program that is not as it was, alike on all ranks."""
+        found = []
+        for number, (x, first, seen, changed) in enumerate(self._objects):
+            if (names := self.read.get(type(x))) is None:
+                continue
+            fields = _fields(x)
+            for name in names if _ALL_FIELDS.isdisjoint(names) else {*fields, *first}:
+                value = fields.get(name, NO_ATTRIBUTE)
+                if seen.get(name, seen) is value and not isinstance(value, _CONTAINERS):
+                    continue
+                seen[name], key = value, None if value is NO_ATTRIBUTE else self._key(value)
+                changed.pop(name, None)
+                if key != first.get(name):
+                    changed[name] = key
+            found += [(f"{type(x).__name__} {number}", name, changed[name]) for name in sorted(changed)]
+        return found
+
+    @property
+    def changed(self) -> list[tuple[Any, dict[str, Any]]]:
+        """(object, changed field → key), as of the last :meth:`changes`."""
+        return [(x, changed) for x, _, _, changed in self._objects if changed]
+
+    def _key(self, x: Any, depth: int = 0) -> Any:
+        if isinstance(x, _CONSTANT_TYPES):
+            return constant_key(x)
+        if isinstance(x, _CONTAINERS) and depth < SNAPSHOT_DEPTH:
+            held: Any = items_or_attributes(x)
+            items = held.items() if isinstance(held, dict) else enumerate(held) if isinstance(held, list) else ()
+            keys: list[Any] = [(repr(n), self._key(y, depth + 1)) for n, y in items]
+            return type(x), tuple(keys or sorted(repr(y) for y in held))
+        number = next((i for i, y in enumerate(self._others) if y is x), len(self._others))
+        if number == len(self._others):
+            self._others.append(x)
+        return type(x), number
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _is_of_class(kind: Any, name: str) -> bool:
+    return inspect.getattr_static(kind, name, NO_ATTRIBUTE) is not NO_ATTRIBUTE
+
+
+def _fields(x: Any) -> dict[str, Any]:
+    held = items_or_attributes(x)
+    return held if isinstance(held, dict) else {}
