@@ -67,10 +67,10 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 81226,
-    "tokens": 690110,
-    "lines over 100 columns": 4970,
-    "files": 366,
+    "lines": 81647,
+    "tokens": 694284,
+    "lines over 100 columns": 5025,
+    "files": 368,
     "files under 60 lines": 9,
     "names at module level in 3 or more files": 7,
     "numeric constants at module level": 94,
