@@ -15,7 +15,16 @@ from autoshard import Layout, Mesh, runtime
 from autoshard.module import microbatches
 from autoshard.module.dtensors import module_dtensor, outputs
 from autoshard.module.programs import simulated_ranks
-from autoshard.runtime.operations import checks, embedding, experts, grouped, losses, random, reductions
+from autoshard.runtime.operations import (
+    checks,
+    chunked_logits,
+    embedding,
+    experts,
+    grouped,
+    losses,
+    random,
+    reductions,
+)
 from autoshard.runtime.operations.stacked import ConcatenatedView, stacked_op
 from autoshard.runtime.parameters import coalesced, split_backward
 from autoshard.runtime.transport.autograd import Differentiable, NoneGradFunction
@@ -60,6 +69,9 @@ def whole(x: torch.Tensor) -> Any:
 FUNCTIONS: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
     losses._CrossEntropySums: lambda x: losses._CrossEntropySums.apply(
         x, x.detach().amax(1, True), order(4), None, False
+    ),
+    chunked_logits._ChunkedSums: lambda x: chunked_logits._ChunkedSums.apply(
+        x, x.detach(), None, chunked_logits.RowChunks(2, x.dtype, (4,), 0, ()), order(4), None, False
     ),
     losses._SlicedCrossEntropy: lambda x: losses._SlicedCrossEntropy.apply(x, order(4), None, -100, 0.0),
     experts._Dispatch: lambda x: experts.dispatch_expert_rows(x, experts.dispatch_slots(order(8), 4, 2)),

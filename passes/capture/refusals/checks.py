@@ -50,7 +50,6 @@ def check_module_classes(model: nn.Module) -> None:
 def check_model(model: nn.Module, training: bool) -> None:
     """Refuse wrappers, non-dense parameters, and hooks of the backward if ``training``."""
     check_module_classes(model)
-    check_apart(model)
     for path, module in model.named_modules():
         if training and (module._backward_hooks or module._backward_pre_hooks):
             raise CaptureError(
@@ -60,6 +59,7 @@ def check_model(model: nn.Module, training: bool) -> None:
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             _check_tensor(kind, name, tensor, training)
+    check_apart(model)
 
 
 def check_example(model: nn.Module, example: Example) -> None:

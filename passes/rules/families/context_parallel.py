@@ -76,7 +76,7 @@ def sequence_strategies(node: Node, graph: Graph, queries: int, keys: int) -> tu
 
     The balanced forms give all ranks equal causal work. No ring if the mask has a gradient. Other
     axes may not shard queries, keys or value features otherwise, so that tiles have a fused kernel.
-    Operands in zigzag order are sharded by as many ranks as the order has. More than 16 ranks share a
+    Operands in zigzag order are sharded by as many ranks as the order has. More than 64 ranks share a
     sequence where each has 128 queries, as many as a fused kernel's tile, and never more than 256.
     """
     mask, found = node.argument("attn_mask"), list[tuple[str, tuple[str, ...]]]()
@@ -94,7 +94,7 @@ def sequence_strategies(node: Node, graph: Graph, queries: int, keys: int) -> tu
     for label, whole in found:
         cut = {name: _sequence_placement(name, graph.shape(node.argument(name)), queries) for name in node.positions}
         placements = tuple(R if name in whole else placement for name, placement in cut.items())
-        most = min(max(16, int(queries) // 128), 256)  # the time to price a ring is its ranks' square
+        most = min(max(64, int(queries) // 128), 256)  # the time to price a ring is its ranks' square
         size = min(queries, queries if whole else keys, most, key=int)
         apart = frozenset((*SEQUENCE_LABELS, "embed")) - {label}
         ranks = zigzag_order_ranks(node) or None

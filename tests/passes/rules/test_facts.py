@@ -22,6 +22,7 @@ from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Node, Ref, TensorType
 from autoshard.passes.rules import all_rules
 from autoshard.passes.rules.facts import Saved, facts_of, is_random, is_view, is_view_named, saved_for_backward
+from autoshard.passes.rules.families.loss import OF_LINEAR
 from autoshard.runtime.attention.masked_attention import banded_op
 from autoshard.runtime.operations.experts import experts_op
 
@@ -31,10 +32,11 @@ SAMPLES[aten.scaled_dot_product_attention.default] = [
     call(f(2, 3, 5, 4), f(2, 3, 6, 4), f(2, 3, 6, 4)),
     call(f(2, 3, 5, 4).float(), f(2, 3, 5, 4).float(), f(2, 3, 5, 4).float(), None, 0.0, True),
 ]
-COPIED = {aten.einsum.default, aten.tensordot.default, experts_op._opoverload, banded_op._opoverload}
+COPIED = {aten.einsum.default, aten.tensordot.default, experts_op._opoverload, banded_op._opoverload, OF_LINEAR}
 """keep a permuted copy in place of an operand where its dims lie in another order: as large, but not the same memory
 
-Experts keep rows in the order of experts, attention by position its result, where they run by themselves: in local forms."""
+Experts keep rows in the order of experts, a loss in chunks its rows in one dim, attention by position its result, where they
+run by themselves: in local forms."""
 MAY_BE_OPERAND = {"contiguous", "to", "type_as", "conj_physical", "dropout", "einsum", "tensordot", "_to_copy"}
 """return their operand as it is, or one of its views, where there is nothing to do"""
 
