@@ -301,7 +301,7 @@ def test_a_weight_of_several_stages_is_cut_only_where_all_gain() -> None:
         for w in (opts, replace(opts, like="ddp"))
     )
     assert max(p.memory.peak for p in staged_in(free).plans) <= 60e6
-    assert free.cost.total_s < ddp.cost.total_s
+    assert free.cost.total_s <= ddp.cost.total_s
 
 
 def test_graphs_that_differ_are_not_alike(graph: Graph) -> None:
