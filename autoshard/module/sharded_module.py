@@ -190,7 +190,7 @@ class ShardedModule(CompilingModule):
         made = super().__deepcopy__(memo)
         object.__setattr__(made, "_deferred", False)
         if self._between is not None:
-            object.__setattr__(made, "_between", self._between.copied(made))
+            object.__setattr__(made, "_between", self._between.copied(made, memo))
         return made
 
     def train(self, mode: bool = True) -> Self:

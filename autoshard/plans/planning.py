@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
-from autoshard.errors import PlanError
+from autoshard.errors import HintError, PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.codegen import codegen
@@ -78,6 +79,10 @@ def plan_loss_chunks(
     if opts.loss_chunks != AUTO:
         if reason and opts.loss_chunks > 1 and opts.plan is None and not known.later:
             raise PlanError(f"loss_chunks={opts.loss_chunks}: {reason}. Leave loss_chunks out")
+        if opts.loss_chunks > 1 and opts.plan is None and not known.later and not logits_bytes(graph):
+            raise PlanError(
+                f"loss_chunks={opts.loss_chunks}: the model computes no cross entropy. Leave loss_chunks out"
+            )
         return chunked(opts.loss_chunks)
     found = Candidates[Compiled](order_seconds)
     with found.attempt("the loss at once"):
@@ -91,7 +96,8 @@ def plan_loss_chunks(
         return replace(found.best, plan=replace(found.best.plan, notes=notes))
     for counts in ((8, 16, 32, 64), (4, 2)) if not reason else ():
         for count in counts:
-            with found.attempt(f"the loss in {count} chunks"):
+            # a hint may name the logits
+            with suppress(HintError), found.attempt(f"the loss in {count} chunks"):
                 if not found.add(chunked(count)):
                     break
         if found.best is None or found.best.plan.loss_chunks != 8:

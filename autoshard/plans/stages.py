@@ -325,7 +325,7 @@ class StagePlanner:
         return found
 
     def _block(self, stage: Stage) -> tuple[int, int]:
-        """Stages of one block are planned alike where equal: with fewer micro-batches in flight a plan fits, too."""
+        """(stage of its rank, group of neighbouring ranks): equal stages of one block are planned alike."""
         ranks = len(self.stages) // self.chunks
         return stage.number // ranks, stage.number % ranks * OUTER_LIMITS.most_stage_plans // len(self.stages)
 
@@ -410,7 +410,8 @@ def _reused_plan(
     for other in reversed(done):
         theirs = other.settings.micro_batches_held
         best = limit == other.opts.memory_budget and (held == theirs or not _is_memory_tight((other,)))
-        fits = held <= theirs and (best or other.stage.number in near)
+        is_near = other.stage.number in near and other.plan.memory.peak <= (limit or math.inf)
+        fits = held <= theirs and (best or is_near)
         same = (known.inputs, known.states) == (other.known.inputs, other.known.states)
         if fits and same and not any(fqn in (other.known.parameters or {}) for fqn in other.stage.held):
             names = graph_renaming(other.stage.graph, stage.graph)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -43,7 +44,8 @@ def dealt(optimizer: OptimizerT, sharded: ShardedModule) -> OptimizerT:
     if isinstance(next(sharded.parameters(), None), DTensor) and not hasattr(optimizer, "collect_states"):
         deal = _Deal(optimizer, sharded)
         of: Any = optimizer
-        of.step, of.collect_states, of.steps_whole = deal.step, deal.collect, True
+        of.step = MethodType(lambda _, closure=None: deal.step(closure), optimizer)  # schedulers rebind it
+        of.collect_states, of.steps_whole = deal.collect, True
         optimizer.register_state_dict_pre_hook(lambda _: deal.collect())
         optimizer.register_load_state_dict_post_hook(lambda _: deal.loaded())
     return optimizer
@@ -114,13 +116,16 @@ class _Deal:
         """A step of the optimizer."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
+        known = {id(p) for p in self.state.parameters.values()} - {id(p) for p in self.parameters.values()}
+        if any(id(p) in known for group in self.optimizer.param_groups for p in group["params"]):
+            raise AutoshardError("a parameter was added after autoshard.dealt: call it when all are in the optimizer")
         with self.world.meeting("a step of dealt matrices"):
             trained = {name: p for name, p in self.parameters.items() if p.grad is not None}
             shards: dict[str, Any] = {}
             for name, p in trained.items():
                 if any(x.is_partial() for x in p.grad.placements):
                     raise RuntimeMismatchError(NOT_SUMMED)
-                states = {} if self.apart else self.optimizer.state.get(p, {})
+                states = self.optimizer.state.get(p, {})  # shards only where they were collected or loaded
                 found = {_GRADIENT: p.grad, **{k: x for k, x in states.items() if _is_shard(x, p)}}
                 shards |= {name: p, **{f"{name}{STATE_SEPARATOR}{k}": x for k, x in found.items()}}
             full = {
@@ -169,6 +174,8 @@ class _Deal:
         with self.world.meeting("the states of dealt matrices"):
             own, source = dict[str, Any](), dict[str, Tensor]()
             for name, p in self.parameters.items():
+                if any(_is_shard(x, p) for x in self.optimizer.state.get(p, {}).values()):
+                    continue  # no step since they were collected
                 for key, x in self.optimizer.state.pop(p, {}).items():
                     of_shape = isinstance(x, Tensor) and x.ndim and x.shape == p.shape
                     own[f"{name}{STATE_SEPARATOR}{key}"] = of_shape, x.dtype if of_shape else x

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.patterns import permutation_of
@@ -77,7 +79,7 @@ def _head_of(node: Node, graph: Graph) -> _Head | str:
     if node.op is not CLASSES_LAST and rank > 2:
         moved = graph.producers.get(value.name)
         if moved is None or permutation_of(moved, graph) != (0, rank - 1, *range(1, rank - 1)):
-            return "classes are not the last dim of its logits"
+            return "its logits change after classes are moved, or classes are not their last dim"
     while True:
         maker = graph.producers.get(value.name)
         if value.name in graph.returned:
@@ -86,7 +88,8 @@ def _head_of(node: Node, graph: Graph) -> _Head | str:
             return f"{next(other.op for other in others if other.name != loss.name)} reads its logits, too"
         if maker is not None and maker.op is aten.linear.default and len(graph.shape(value)) > 1:
             return _Head(maker, tuple(reversed(between)))
-        if maker is None or not _moves_rows(maker, graph, first=not between):
+        turned = node.op is not CLASSES_LAST and rank > 2 and not between
+        if maker is None or not _moves_rows(maker, graph, first=turned):
             return "its logits are not the results of a linear layer"
         between.append(maker)
         value, loss = maker.args[0], maker
@@ -105,7 +108,8 @@ def _moves_rows(node: Node, graph: Graph, first: bool) -> bool:
         case aten.slice.Tensor:
             return positive(node.argument("dim"), len(before)) < len(before) - 1
         case aten._to_copy.default:
-            return graph.types[node.outputs[0]].dtype.is_floating_point
+            old, new = graph.types[node.args[0].name].dtype, graph.types[node.outputs[0]].dtype
+            return new.is_floating_point and torch.promote_types(old, new) == new  # a narrower type rounds
         case aten.clone.default:
             return True
     return first and permutation_of(node, graph) == (0, len(before) - 1, *range(1, len(before) - 1))

@@ -104,7 +104,7 @@ class OuterSearchLimits:
     boundary_moves: int = 10  # of one boundary, with several stages per rank
     mixed_bounds: int = 16  # bounds on first stages, with several stages per rank
     max_chunks: int = 16  # stages per rank (virtual stages)
-    most_stage_plans: int = 8  # of stages that are equal but for micro-batches in flight: a plan of 405B takes 20 s
+    most_stage_plans: int = 8  # with more, equal stages share plans in so many blocks, by quick searches
     least_step_gain: float = 0.002  # for one more stage per rank: estimates know no better
     block_tolerance: float = 0.05  # for a cut inside a layer: equal stages are planned once
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import parts_cases
@@ -14,6 +15,7 @@ from families import Family, outcome
 from harness import ideal
 from parts_cases import LayerDrop, check, made
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard import CaptureError, PlanError, compiler
@@ -195,6 +197,47 @@ def test_copies_train_apart() -> None:
     expected = model(*args)["loss"]
     torch.manual_seed(0)
     torch.testing.assert_close(twin(*args)["loss"], expected, rtol=1e-9, atol=1e-12)
+
+
+class Recomputed(nn.Module):
+    """Plain code recomputes a part, and reads a configuration that its modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(scale=1.0)
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.one.config = self.config  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.one, x, use_reentrant=False)
+        if x.sum().item() > 1e9:
+            return x.sum()
+        return (self.other(x) * self.config.scale).square().mean()
+
+
+def test_copies_share_their_own_configuration() -> None:
+    model, x = Recomputed().double(), torch.randn(4, 8, dtype=torch.float64)
+    sharded = autoshard.compile(model, ideal(AXES), (x,))
+    sharded(x)
+    twin: Any = copy.deepcopy(sharded)
+    twin.config.scale = 3.0
+    before = model(x).detach()
+    torch.testing.assert_close(sharded(x).detach(), before)
+    torch.testing.assert_close(twin(x).detach(), before * 9)
+    assert twin.config is twin.one.config
+
+
+def test_parts_are_recomputed_in_the_thread_of_the_backward() -> None:
+    """As of a GPU."""
+    model, x = Recomputed().double(), torch.randn(4, 8, dtype=torch.float64)
+    sharded = autoshard.compile(copy.deepcopy(model), ideal(AXES), (x,))
+    model(x).backward()
+    loss = sharded(x)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(loss.backward).result()
+    grads = sharded.full_gradients()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad)
 
 
 def test_verify_compares_across_parts() -> None:

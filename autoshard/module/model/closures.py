@@ -93,12 +93,13 @@ def ids_in_model(model: nn.Module) -> set[int]:
 
 def plain_memo(model: nn.Module) -> Memo:
     """A memo by which deep copies of ``model`` share its plain objects that hold no tensors or modules."""
+
+    def holds(roots: Collection[Any]) -> bool:
+        return any(isinstance(y, torch.Tensor | nn.Module) for y in reachable_objects(roots, ()))
+
     objects = plain_objects(model.modules())
-    return {
-        id(x): x
-        for x in objects
-        if not any(isinstance(y, torch.Tensor | nn.Module) for y in reachable_objects([x], ()))
-    }
+    some = holds(objects)
+    return {id(x): x for x in objects if not (some and holds([x]))}
 
 
 def copy_with_memo(x: Any, memo: Mapping[int, Any]) -> Any:

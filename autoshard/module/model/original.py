@@ -70,7 +70,7 @@ class CallState:
     defaults: tuple[Any, ...]
     """default dtype and device, determinism, autograd modes that a forward may query"""
     hooks: tuple[Hook, ...] = ()
-    """forward hooks of submodules, and attributes set after compilation"""
+    """forward hooks of submodules, and attributes and fields of objects set after compilation"""
 
     def __hash__(self) -> int:
         return self.number

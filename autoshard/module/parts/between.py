@@ -71,8 +71,9 @@ class Between:
         """FLOPs of products in the forward of plain code, in the first call"""
         self._count: FlopCount | None = None
         self.called = False
-        self.thread = threading.get_ident()
         """whether a call has ended: an optimizer may hold the parameters"""
+        self.thread: int | None = None
+        """the thread of the call that runs; a recomputation runs after it in any"""
         self.plain = PlainTensors(sharded)
         self._taken: dict[tuple[str, str], Any] = {}
         """(path, name) → key of an attribute set after compilation that plain code has"""
@@ -122,7 +123,7 @@ class Between:
             self._take_attributes(name, module.__dict__)
         self.used, self.own, self.times = {}, {}, Counter()
         before = dict(self.refused)
-        self.thread = threading.get_ident()
+        within, self.thread = self.thread, threading.get_ident()
         self.plain.renew()
         try:
             users_own = self.sharded._original_model.users_own(self.model)
@@ -134,6 +135,7 @@ class Between:
             self.refused = before  # the error may be eager's own
             raise
         finally:
+            self.thread = within
             self.plain.settle()
             for name, module in self.modules.items():
                 parts[name].training = module.training
@@ -193,13 +195,13 @@ class Between:
         taken = {name for kind in type(self.sharded).__mro__ for name in vars(kind).get("__annotations__", ())}
         return {n: x for n, x in kept_attributes(self.model).items() if n not in taken and n != EAGER_MARK}
 
-    def copied(self, sharded: Any) -> Between:
+    def copied(self, sharded: Any, memo: dict[int, Any]) -> Between:
         """The code between the parts of ``sharded``, a deep copy."""
         made = Between(sharded)
         made.refused, made.flops = dict(self.refused), self.flops
         made.plain.read, made.plain.laid_out = {*self.plain.read}, {*self.plain.laid_out}
         for path, module in self.modules.items():
-            made.modules[path].__dict__.update(copy.deepcopy(kept_attributes(module)))
+            made.modules[path].__dict__.update(copy.deepcopy(kept_attributes(module), memo))
         return made
 
     @staticmethod
@@ -223,7 +225,7 @@ class Between:
     def _call(self, path: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of the module at ``path``: of its program, or of its own forward ``plain``."""
         module = self.modules[path]
-        if threading.get_ident() != self.thread:
+        if self.thread not in (None, threading.get_ident()):
             raise RuntimeMismatchError(
                 f"{path} ({type(module).__name__}) is called in another thread than the forward around it, so ranks "
                 "could make their calls in different orders. Call modules in the thread of the forward."

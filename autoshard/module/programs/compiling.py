@@ -375,6 +375,7 @@ class CompilingModule(FixedModule):
         executable = Executable.of(found, input_descriptions(found.graph, args, kwargs), outputs, structure)
         if (fields := self._original_model.fields) is not None:
             fields.note(found.graph.fields)
+            object.__setattr__(self, "_last", None)  # its key does not know these fields
         executable.attached = attribute_values(found.graph.attached, self.tensor)
         if structure is not None and (why := executable.refuses(structure, call.leaves)):
             raise PlanError(f"the program does not fit the call that it was compiled for: {why}")

@@ -180,7 +180,7 @@ def first_peers(leaves: Sequence[Any], mesh: Mesh) -> tuple[int, ...]:
 _SHAPES_CLAIM = "the shapes and dtypes of the inputs"
 _STATE_CLAIM = (
     "the state of the call: recorded gradients, train or eval mode, requires_grad and dtypes of "
-    "parameters, forward hooks, autocast, torch's defaults, or no_sync()"
+    "parameters, forward hooks, autocast, torch's defaults, no_sync(), or attributes and fields set later"
 )
 _LOCAL_SHAPES_CLAIM = f"{_SHAPES_CLAIM} (local inputs need one size on all ranks: pad them, or use drop_last=True)"
 _LOCAL_VALUES_CLAIM = "the local inputs (ranks along a mesh axis that does not shard them need the same)"

@@ -43,8 +43,8 @@ def plain_objects(modules: Iterable[nn.Module]) -> list[Any]:
 def _is_plain_object(x: Any) -> bool:
     kind = type(x)
     of_python = kind is SimpleNamespace or kind.__flags__ & 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made it
-    return bool(of_python) and kind.__module__.partition(".")[0] not in ("torch", "autoshard") and not isinstance(
-        x, (*_CONTAINERS, Enum, nn.Module)
+    return bool(of_python) and kind.__module__.partition(".")[0] not in ("torch", "autoshard") and not issubclass(
+        kind, (*_CONTAINERS, Enum, nn.Module)
     )  # fmt: skip
 
 
@@ -86,8 +86,8 @@ class FieldGuards:
         self.read: dict[type, set[str]] = defaultdict(set) if read is None else read
         self._objects: list[tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         """(object, field → key when first seen, field → value in the last call, changed field → key)"""
-        self._others: list[Any] = []
-        """values that are no constants: a key has their number"""
+        self._others: dict[int, tuple[int, Any]] = {}
+        """id → (number, value) of values that are no constants: a key has their number"""
         self.note(())
 
     def note(self, read: Collection[FieldRead]) -> None:
@@ -127,12 +127,9 @@ class FieldGuards:
         if isinstance(x, _CONTAINERS) and depth < SNAPSHOT_DEPTH:
             held: Any = items_or_attributes(x)
             items = held.items() if isinstance(held, dict) else enumerate(held) if isinstance(held, list) else ()
-            keys: list[Any] = [(repr(n), self._key(y, depth + 1)) for n, y in items]
-            return type(x), tuple(keys or sorted(repr(y) for y in held))
-        number = next((i for i, y in enumerate(self._others) if y is x), len(self._others))
-        if number == len(self._others):
-            self._others.append(x)
-        return type(x), number
+            keys: list[Any] = [(self._key(n, depth + 1), self._key(y, depth + 1)) for n, y in items]
+            return type(x), tuple(keys or sorted(repr(self._key(y, depth + 1)) for y in held))
+        return type(x), self._others.setdefault(id(x), (len(self._others), x))[0]
 
 
 @functools.lru_cache(maxsize=1 << 12)

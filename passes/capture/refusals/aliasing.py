@@ -7,6 +7,7 @@ several elements share one address.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -49,16 +50,17 @@ def check_parameter_aliases(model: nn.Module, graph: Graph) -> None:
 
 def check_apart(model: nn.Module) -> None:
     """Refuse parameters in each other's memory (``a.data = b.data``): steps of one would miss the other."""
-    owners: dict[StorageWeakRef, list[tuple[str, Tensor]]] = {}
+    held: dict[StorageWeakRef, list[tuple[int, int, str]]] = {}
     for name, p in model.named_parameters():
-        for memory in storages_of([p]):
-            of = next((other for other, x in owners.get(memory, ()) if _overlap_in_bytes(p, x)), None)
-            if of is not None:
+        for memory in storages_of([p]) if p.is_contiguous() and p.numel() else ():  # columns of one matrix interleave
+            held.setdefault(memory, []).append((_byte_range(p).start, _byte_range(p).stop, name))
+    for spans in held.values():
+        for (_, stop, of), (start, _, name) in itertools.pairwise(sorted(spans)):
+            if start < stop:
                 raise SharedStateError(
                     f"parameter {name!r} shares memory with parameter {of!r}. Assign one parameter to both "
                     "modules to tie them, or keep a clone()."
                 )
-            owners.setdefault(memory, []).append((name, p))
 
 
 def _overlap_in_bytes(a: Tensor, b: Tensor) -> bool:

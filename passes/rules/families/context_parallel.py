@@ -95,11 +95,12 @@ def sequence_strategies(node: Node, graph: Graph, queries: int, keys: int) -> tu
         cut = {name: _sequence_placement(name, graph.shape(node.argument(name)), queries) for name in node.positions}
         placements = tuple(R if name in whole else placement for name, placement in cut.items())
         most = min(max(64, int(queries) // 128), 256)  # the time to price a ring is its ranks' square
-        size = min(queries, queries if whole else keys, most, key=int)
+        length = min(queries, queries if whole else keys, key=int)
         apart = frozenset((*SEQUENCE_LABELS, "embed")) - {label}
         ranks = zigzag_order_ranks(node) or None
         if ranks is None or label in ZIGZAG_LABELS:
-            made.append(Strategy(label, placements, (result,), size, divides=True, apart=apart, ranks=ranks))
+            size, work = min(length, most, key=int), (f"{label} positions", length)
+            made.append(Strategy(label, placements, (result,), size, divides=True, apart=apart, work=work, ranks=ranks))
     return tuple(made)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import autoshard
 from autoshard import CaptureError
+from autoshard.passes.capture.refusals.aliasing import check_apart
 from autoshard.passes.capture.specialization.model_state import state_before_call
 
 
@@ -167,6 +168,17 @@ def test_parameters_in_one_memory_are_refused() -> None:
         autoshard.compile(model, ideal({"tp": 2}), (torch.arange(4),))
     model[1].weight = model[0].weight
     autoshard.compile(model, ideal({"tp": 2}), (torch.arange(4),))
+
+
+def test_columns_of_one_matrix_are_parameters_apart() -> None:
+    model, whole = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(4, 8, bias=False)), torch.randn(8, 8)
+    for layer, part in zip(model, (whole[:, :4], whole[:, 4:]), strict=True):
+        layer.weight = nn.Parameter(part)  # type: ignore[assignment]
+    check_apart(model)
+    model[1].weight = nn.Parameter(whole.flatten()[16:48].view(8, 4))  # type: ignore[assignment]
+    model[0].weight = nn.Parameter(whole.flatten()[:32].view(8, 4))  # type: ignore[assignment]
+    with pytest.raises(CaptureError, match=r"parameter '1.weight' shares memory with parameter '0.weight'"):
+        check_apart(model)
 
 
 def test_shared_memory_that_nobody_reads_does_no_harm(close: Any) -> None:

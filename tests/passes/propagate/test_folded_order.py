@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_equal_training, captured_once, collectives
+from harness import assert_equal_training, captured_once, collectives, ideal
 from ring_steps import Attention
 from torch import nn
 
@@ -114,6 +114,25 @@ def bytes_of(
             size += zigzag.reorder_bytes(graph, value)
             values += 1
     return size, values
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unsqueeze(1) for part in self.projection(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v).square().mean()
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(2400, 12), (3072, 16)])
+def test_ranks_that_divide_a_sequence_share_its_work(length: int, ranks: int) -> None:
+    """Also where their number is no power of two."""
+    with torch.device("meta"):
+        model, x = Attends(), torch.empty(1, length, 16)
+    plan = autoshard.plan(model, ideal({"cp": ranks}), (x,))
+    assert plan.cost.flops_per_rank == pytest.approx(plan.cost.flops / ranks)
 
 
 class Bare(nn.Module):

@@ -52,6 +52,37 @@ def test_steps_are_those_of_one_device(name: str) -> None:
             assert plan.choices["cross_entropy_loss"].labels[-1].startswith("vocab/d")
 
 
+class Positions(nn.Module):
+    """Its classes are positions, as many as its linear layer has results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 12), nn.Linear(12, 8, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.table(x)).transpose(1, 2).reshape(-1, x.shape[1])
+        return F.cross_entropy(logits, y.flatten())
+
+
+class NoLoss(nn.Linear):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(F.one_hot(x, 8).to(self.weight.dtype)).square().mean() + y.sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Positions(), "its logits are not the results of a linear layer"),
+        (NoLoss(8, 4), "the model computes no cross entropy"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_what_is_no_such_loss_is_refused(model: nn.Module, reason: str) -> None:
+    ids = torch.randint(8, (2, 4, 8))
+    with pytest.raises(PlanError, match=reason):
+        autoshard.plan(model, ideal({"tp": 2}), (ids[0], ids[1]), loss_chunks=3)
+
+
 def test_a_chunk_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = RowChunks.slices
     monkeypatch.setattr(RowChunks, "slices", lambda self, x: right(self, x)[: None if x.is_meta else -1])
@@ -101,7 +132,7 @@ class Other(nn.Module):
         ("read", "reads its logits, too"),
         ("activation", "its logits are not the results of a linear layer"),
         ("probabilities", "its targets are probabilities"),
-        ("dims", "classes are not the last dim of its logits"),
+        ("dims", "classes are moved, or classes are not their last dim"),
     ],
 )
 def test_other_losses_are_left_and_the_option_says_why(kind: str, reason: str) -> None:

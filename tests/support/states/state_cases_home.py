@@ -229,6 +229,8 @@ def stepped_on_whole_tensors(mesh: autoshard.Mesh) -> None:
                 state = autoshard.full_optimizer_state_dict(sharded, optimizers[1])
                 optimizers[1] = autoshard.whole(kind(sharded.parameters()))
                 autoshard.load_full_optimizer_state_dict(sharded, optimizers[1], state)
+            elif step == 5:
+                optimizers[1].state_dict()
             for module, optimizer in zip((model, sharded), optimizers, strict=True):
                 torch.manual_seed(step)
 
@@ -267,7 +269,8 @@ def matrices_dealt_to_ranks(mesh: autoshard.Mesh) -> None:
                 autoshard.dealt(kind(second), sharded)
             return
         optimizers: list[Any] = [kind(first), autoshard.dealt(kind(second), sharded)]
-        for step in range(4):
+        schedules = [torch.optim.lr_scheduler.StepLR(x, 1, 0.5) for x in optimizers if "lr" in x.defaults]
+        for step in range(6):
             if step == 2:
                 state = autoshard.full_optimizer_state_dict(sharded, optimizers[1])
                 optimizers[1] = autoshard.dealt(kind(second), sharded)
@@ -275,10 +278,15 @@ def matrices_dealt_to_ranks(mesh: autoshard.Mesh) -> None:
             for module, optimizer in zip((model, sharded), optimizers, strict=True):
                 optimizer.zero_grad()
                 module(ids(seed=step))[0].backward()
+                if step == 3 and schedules:  # right after the states were loaded
+                    next(p for p in module.parameters() if p.ndim == 2).grad = None
                 with contextlib.ExitStack() as stack:
                     for owner, name, note in (muon, bytes_) if module is sharded and not sent else ():
                         stack.enter_context(mock.patch.object(owner, name, noting(getattr(owner, name), note)))
                     optimizer.step()
+            if step < 2:
+                for schedule in schedules:
+                    schedule.step()
         same_state(sharded, model)
         assert len(optimizers[1].state_dict()["state"]) == len(second)
     if dist.is_initialized():

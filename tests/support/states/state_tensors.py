@@ -309,6 +309,12 @@ def fields_of_a_configuration_that_are_set_later(mesh: autoshard.Mesh) -> None:
         assert len(sharded(rows())) == len(model(rows())) == 1 + twice
         before = before if twice else len(sharded.programs)
     assert len(sharded.programs) == before
+    model, sharded = pair(mesh, make, rows())
+    both(model, sharded, lambda m: m.eval())
+    for scale in (2.0, 1.0, 2.0):  # first read by the program that this makes
+        both(model, sharded, lambda m, scale=scale: setattr(m.config.inner, "scale", scale))
+        close(sharded(rows())[0], model(rows())[0])
+    both(model, sharded, lambda m: setattr(m.config.inner, "scale", 5.0))
     with changed_modules(sharded) as inside:
         assert inside[0].config.inner.scale == 5.0
     copied = copy.deepcopy(sharded)
