@@ -402,7 +402,8 @@ def _reused_plan(
     """The plan of an earlier stage that is equal except for names, if it is the best here, too, or its number is ``near``.
 
     The best needs the same memory ``limit`` and as many micro-batches in flight, or fewer where memory
-    did not influence the plan. A near one has as many or more in flight, and no bound here.
+    did not influence the plan. A near one has as many or more in flight, in proportion
+    to which limits are, and no bound here.
     """
     if any(fqn in (known.parameters or {}) for fqn in stage.held):
         return None
@@ -410,8 +411,7 @@ def _reused_plan(
     for other in reversed(done):
         theirs = other.settings.micro_batches_held
         best = limit == other.opts.memory_budget and (held == theirs or not _is_memory_tight((other,)))
-        is_near = other.stage.number in near and other.plan.memory.peak <= (limit or math.inf)
-        fits = held <= theirs and (best or is_near)
+        fits = held <= theirs and (best or other.stage.number in near)
         same = (known.inputs, known.states) == (other.known.inputs, other.known.states)
         if fits and same and not any(fqn in (other.known.parameters or {}) for fqn in other.stage.held):
             names = graph_renaming(other.stage.graph, stage.graph)
