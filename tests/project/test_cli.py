@@ -299,6 +299,8 @@ def test_examples_of_the_help_run(
     command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("deepspeed.json").write_text('{"zero_optimization": {"stage": 3}}', encoding="utf-8")
+    Path("megatron-flags.txt").write_text("--tensor-model-parallel-size 2 --sequence-parallel", encoding="utf-8")
     assert main(shlex.split(command)[1:]) == 0
     assert capsys.readouterr().out
 
