@@ -281,8 +281,10 @@ def _micro_batches_argument(text: str) -> int | str:
 
 def _planning_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Arguments of :func:`autoshard.plan` from the options."""
-    names = "memory_budget optimizer recompute micro_batches loss_chunks strict stages schedule stages_per_rank dynamic".split()
-    names.append("time_limit")
+    names = (
+        "memory_budget optimizer recompute micro_batches loss_chunks strict stages schedule stages_per_rank "
+        "dynamic time_limit"
+    ).split()
     asked = {name: getattr(options, name) for name in names if hasattr(options, name)}
     if options.mixed_precision is not None:
         asked["mixed_precision"] = MixedPrecisionPolicy(getattr(torch, options.mixed_precision), torch.float32)

@@ -92,9 +92,8 @@ def search_graph(graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLay
             return replace(plan_cheaper_order(part, mesh, opts, known), micro_batches=micro)
 
         with steps.attempt(f"{count} micro-batches"):
-            if not steps.add(
-                plan_loss_chunks(graph, count, mesh, opts, known, planned)
-            ):  # more of them take less memory, but more time
+            step = plan_loss_chunks(graph, count, mesh, opts, known, planned)
+            if not steps.add(step):  # more of them take less memory, but more time
                 break
     return steps.cheapest(told=-1)
 

@@ -77,12 +77,9 @@ def plan_loss_chunks(
 
     reason = why_unchunked(graph)
     if opts.loss_chunks != AUTO:
-        if reason and opts.loss_chunks > 1 and opts.plan is None and not known.later:
-            raise PlanError(f"loss_chunks={opts.loss_chunks}: {reason}. Leave loss_chunks out")
-        if opts.loss_chunks > 1 and opts.plan is None and not known.later and not logits_bytes(graph):
-            raise PlanError(
-                f"loss_chunks={opts.loss_chunks}: the model computes no cross entropy. Leave loss_chunks out"
-            )
+        why = reason or ("" if logits_bytes(graph) else "the model computes no cross entropy")
+        if why and opts.loss_chunks > 1 and opts.plan is None and not known.later:
+            raise PlanError(f"loss_chunks={opts.loss_chunks}: {why}. Leave loss_chunks out")
         return chunked(opts.loss_chunks)
     found = Candidates[Compiled](order_seconds)
     with found.attempt("the loss at once"):

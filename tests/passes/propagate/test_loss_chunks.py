@@ -120,6 +120,8 @@ class Other(nn.Module):
                 return F.cross_entropy(logits, y) + logits.square().mean()
             case "activation":
                 return F.cross_entropy(torch.tanh(logits), y)
+            case "rounded":
+                return F.cross_entropy(logits.bfloat16().float(), y)
             case "probabilities":
                 return F.cross_entropy(logits, logits.detach().softmax(1))
         return F.cross_entropy(logits.view(2, 5, 4), y.view(2, 4))
@@ -131,6 +133,7 @@ class Other(nn.Module):
         ("returned", "the model returns its logits, too"),
         ("read", "reads its logits, too"),
         ("activation", "its logits are not the results of a linear layer"),
+        ("rounded", "its logits are not the results of a linear layer"),
         ("probabilities", "its targets are probabilities"),
         ("dims", "classes are moved, or classes are not their last dim"),
     ],
@@ -207,6 +210,17 @@ def test_memory_that_binds_makes_chunks() -> None:
         assert (
             tight.cost.total_s <= autoshard.plan(model, mesh, inputs, memory_budget=budget, loss_chunks=1).cost.total_s
         )
+
+
+@pytest.mark.slow
+def test_a_hint_on_logits_keeps_them_where_memory_binds() -> None:
+    with torch.device("meta"):
+        model, ids = NextToken(65536, 512, bias=False).bfloat16(), torch.zeros(8, 2048, dtype=torch.long)
+    mesh, hints = autoshard.Mesh({"tp": 4}, "h100"), {"head": {"tp": autoshard.Shard(2)}}
+    free = autoshard.plan(model, mesh, (ids, ids), hints=hints)
+    plan = autoshard.plan(model, mesh, (ids, ids), hints=hints, memory_budget=0.97 * free.memory.peak)
+    assert plan.loss_chunks == 1
+    assert plan.memory.peak <= 0.97 * free.memory.peak
 
 
 @pytest.mark.slow
