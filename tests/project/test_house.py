@@ -67,9 +67,9 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 81669,
-    "tokens": 694625,
-    "lines over 100 columns": 5033,
+    "lines": 81667,
+    "tokens": 694591,
+    "lines over 100 columns": 5031,
     "files": 368,
     "files under 60 lines": 9,
     "names at module level in 3 or more files": 7,
