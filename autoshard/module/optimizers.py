@@ -6,6 +6,7 @@ import contextlib
 import functools
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -218,7 +219,7 @@ def whole(optimizer: OptimizerT) -> OptimizerT:
     own = optimizer.step
 
     @functools.wraps(own)
-    def step(closure: Callable[[], Any] | None = None) -> Any:
+    def step(_: Any, closure: Callable[[], Any] | None = None) -> Any:
         groups = [(group["params"], [*group["params"]]) for group in optimizer.param_groups]
         pairs = {p: nn.Parameter(_whole_tensor(p), p.requires_grad) for _, ps in groups for p in ps if _is_sharded(p)}
 
@@ -262,7 +263,8 @@ def whole(optimizer: OptimizerT) -> OptimizerT:
                     optimizer.state[p] = pytree.tree_map_only(Tensor, keep, optimizer.state.pop(plain))
 
     if of:
-        optimizer.step, optimizer.steps_whole = step, True  # type: ignore[method-assign,attr-defined]
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # schedulers rebind it
+        optimizer.steps_whole = True  # type: ignore[attr-defined]
     return optimizer
 
 

@@ -1,4 +1,4 @@
-"""Plain objects in a model's attributes, such as a configuration: the fields that a forward reads, and their keys."""
+"""Plain objects and containers in a model's attributes, such as a configuration: what a forward reads, and keys of it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,26 @@ _ALL_FIELDS = frozenset(("__dict__", "__getstate__", "__deepcopy__", "__reduce_e
 """names by which code reads every field of an object"""
 
 FieldRead = tuple[type, str]
-"""(class of a plain object, name that was read from it)"""
+"""(class of a plain object, name that was read from it), or (class of a module, its attribute with a container)"""
 
 
 def plain_objects(modules: Iterable[nn.Module]) -> list[Any]:
     """Objects of the user's classes that plain attributes of ``modules`` hold, outer ones first."""
     held = (x for m in modules for n, x in vars(m).items() if n not in MODULE_REGISTRIES)
     return [x for x, _ in take_snapshot(held) if _is_plain_object(x)]
+
+
+def plain_containers(module: nn.Module) -> dict[str, Any]:
+    """Attribute → non-empty dict or list of constants that it holds."""
+    return {n: x for n, x in vars(module).items() if isinstance(x, dict | list) and x and _is_constant(x)}
+
+
+def _is_constant(x: Any, depth: int = 0) -> bool:
+    """Whether ``x`` is a number, string or the like, or a container of these alone."""
+    if not isinstance(x, _CONTAINERS) or depth == SNAPSHOT_DEPTH:
+        return isinstance(x, _CONSTANT_TYPES)
+    held: Any = items_or_attributes(x)
+    return all(_is_constant(y, depth + 1) for y in (held.values() if isinstance(held, dict) else held))
 
 
 def _is_plain_object(x: Any) -> bool:
@@ -66,17 +79,29 @@ def recording_fields(model: nn.Module) -> Iterator[set[FieldRead]]:
 
         return get
 
+    def container_observed(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def get(self: Any, name: str) -> Any:
+            found = own(self, name)
+            if isinstance(found, dict | list) and name not in MODULE_REGISTRIES:
+                read.add((type(self), name))
+            return found
+
+        return get
+
+    kinds = [(type(x), observed) for x in plain_objects(model.modules())]
+    kinds += [(type(m), container_observed) for m in model.modules() if plain_containers(m)]
     with contextlib.ExitStack() as stack:
-        for kind in dict.fromkeys(map(type, plain_objects(model.modules()))):
+        for kind, seen in dict.fromkeys(kinds):
             try:
-                stack.enter_context(patched([replacement_patch(kind, "__getattribute__", observed)]))
+                stack.enter_context(patched([replacement_patch(kind, "__getattribute__", seen)]))
             except (TypeError, AttributeError):  # its class cannot be changed
                 read.add((kind, "__dict__"))
         yield read
 
 
 class FieldGuards:
-    """The fields of plain objects that programs have read, beside what they were when first seen."""
+    """The fields of plain objects and the containers that programs have read, beside what they were when first seen."""
 
     def __init__(
         self, modules: Iterable[nn.Module], read: dict[type, set[str]] | None = None, others: Collection[int] = ()
@@ -85,7 +110,7 @@ class FieldGuards:
         self.modules, self._left_out = [*modules], others
         self.read: dict[type, set[str]] = defaultdict(set) if read is None else read
         self._objects: list[tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
-        """(object, field → key when first seen, field → value in the last call, changed field → key)"""
+        """(object or module, field → key when first seen, → value in the last call, changed field → key)"""
         self._others: dict[int, tuple[int, Any]] = {}
         """id → (number, value) of values that are no constants: a key has their number"""
         self.note(())
@@ -95,21 +120,27 @@ class FieldGuards:
         for kind, name in read:
             self.read[kind].add(name)
         known = {*self._left_out, *(id(x) for x, *_ in self._objects)}
-        new = [x for x in plain_objects(self.modules) if id(x) not in known]
-        self._objects += [(x, {n: self._key(y) for n, y in _fields(x).items()}, {}, {}) for x in new]
+        new = [(x, _fields(x)) for x in plain_objects(self.modules)]
+        held = [(m, plain_containers(m)) for m in self.modules if _class_of(m) in self.read]
+        new += [(m, {n: y for n, y in of.items() if id(y) not in self._left_out}) for m, of in held if of]
+        new = [(x, of) for x, of in new if id(x) not in known]
+        self._objects += [(x, {n: self._key(y) for n, y in of.items()}, {}, {}) for x, of in new]
 
     def changes(self) -> list[tuple[str, str, Any]]:
         """(object, field, key) of each field read by a program that is not as it was, alike on all ranks."""
-        found = []
+        found, keys = [], dict[int, Any]()  # modules may share a container
         for number, (x, first, seen, changed) in enumerate(self._objects):
-            if (names := self.read.get(type(x))) is None:
+            if not (names := self.read.get(_class_of(x))):
                 continue
             fields = _fields(x)
+            names = {n for n in names if n in first} if isinstance(x, nn.Module) else names
             for name in names if _ALL_FIELDS.isdisjoint(names) else {*fields, *first}:
                 value = fields.get(name, NO_ATTRIBUTE)
                 if seen.get(name, seen) is value and not isinstance(value, _CONTAINERS):
                     continue
-                seen[name], key = value, None if value is NO_ATTRIBUTE else self._key(value)
+                if (key := keys.get(id(value))) is None:
+                    key = keys[id(value)] = None if value is NO_ATTRIBUTE else self._key(value)
+                seen[name] = value
                 changed.pop(name, None)
                 if key != first.get(name):
                     changed[name] = key
@@ -137,6 +168,11 @@ def _is_of_class(kind: Any, name: str) -> bool:
     return inspect.getattr_static(kind, name, NO_ATTRIBUTE) is not NO_ATTRIBUTE
 
 
+def _class_of(x: Any) -> type:
+    """Class of an object; of a part of a sharded module, the class of the user's module."""
+    return vars(x).get("_original", type(x)) if isinstance(x, nn.Module) else type(x)
+
+
 def _fields(x: Any) -> dict[str, Any]:
-    held = items_or_attributes(x)
+    held = vars(x) if isinstance(x, nn.Module) else items_or_attributes(x)
     return held if isinstance(held, dict) else {}

@@ -224,6 +224,7 @@ def stepped_on_whole_tensors(mesh: autoshard.Mesh) -> None:
     model, sharded = pair(mesh, Net, ids())
     for kind in (Orthogonal, functools.partial(torch.optim.LBFGS, lr=0.01, max_iter=3)):
         optimizers: list[Any] = [kind(model.parameters()), autoshard.whole(kind(sharded.parameters()))]
+        schedules = [torch.optim.lr_scheduler.StepLR(x, 1, 0.9) for x in optimizers if "lr" in x.defaults]
         for step in range(4):
             if step == 2 and kind is Orthogonal:
                 state = autoshard.full_optimizer_state_dict(sharded, optimizers[1])
@@ -243,6 +244,8 @@ def stepped_on_whole_tensors(mesh: autoshard.Mesh) -> None:
                 if kind is Orthogonal:
                     closure()
                 optimizer.step(*([] if kind is Orthogonal else [closure]))
+            for schedule in schedules:
+                schedule.step()
         same_state(sharded, model)
     assert [p.shape for p in sharded.parameters()] == [p.shape for p in model.parameters()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import unittest
 import warnings
 from collections.abc import Callable
@@ -329,6 +330,53 @@ def fields_of_a_configuration_that_are_set_later(mesh: autoshard.Mesh) -> None:
     sharded.config.act = torch.sigmoid
     with refused("field 'act' of a Settings was set after compilation", SharedStateError):
         sharded(rows())
+
+
+class Weighted(nn.Module):
+    """Its forward reads a dict that is nested and shared with a module inside, and a list; it does not read its log."""
+
+    def __init__(self, weights: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.weights = weights or {"loss": 1.0, "rows": {"each": [1.0, 2.0]}}
+        self.inner = nn.Linear(8, 8) if weights else Weighted(self.weights)
+        self.powers, self.log = [1], [0]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.inner(x) * self.weights["loss"] + self.weights["rows"]["each"][1]
+        return (y.pow(self.powers[0]).mean(),) if isinstance(self.inner, Weighted) else y
+
+
+@case
+def containers_that_change_later(mesh: autoshard.Mesh) -> None:
+    """Programs follow dicts and lists of constants in attributes, also back; what the forward does not read is free."""
+    model, sharded = pair(mesh, lambda: nn.Sequential(Weighted()), rows())
+    steps(model, sharded, rows())
+    if sharded.is_staged:
+        return
+    changes: list[Callable[[Any], Any]] = [
+        lambda m: m[0].weights.update(loss=2.0),
+        lambda m: operator.setitem(m[0].weights["rows"]["each"], 1, 3.0),
+        lambda m: operator.setitem(m[0].powers, 0, 2),
+        lambda m: setattr(m[0], "weights", {"loss": 3.0, "rows": {"each": [1.0, 2.0]}}),
+        lambda m: m[0].weights.update(loss=4.0),
+    ]
+    seen = set()
+    for change in changes:
+        both(model, sharded, change)
+        steps(model, sharded, rows())
+        seen.add(float(full(sharded(rows())[0]).detach()))
+    assert len(seen) == len(changes)  # each was read
+    before = len(sharded.programs)
+    for loss in (3.0, 4.0):
+        sharded[0].log.append(loss)
+        both(model, sharded, lambda m, loss=loss: m[0].weights.update(loss=loss))
+        close(sharded(rows())[0], model(rows())[0])
+    assert len(sharded.programs) == before
+    copied = copy.deepcopy(sharded)
+    copied[0].weights["loss"] = 5.0
+    close(sharded(rows())[0], model(rows())[0])
+    model[0].weights["loss"] = 5.0
+    close(copied(rows())[0], model(rows())[0])
 
 
 class Adapted(nn.Module):
