@@ -33,7 +33,7 @@ from autoshard.passes.propagate.named_strategies.strategies import axes_by_role
 from autoshard.passes.propagate.planner import SearchSettings
 from autoshard.passes.search.candidates import Candidates
 from autoshard.passes.search.limits import OUTER_LIMITS
-from autoshard.passes.search.network import Effort
+from autoshard.passes.search.network import QUICK
 from autoshard.plans.options import CompileOptions, KnownLayouts
 from autoshard.plans.plan import Plan
 from autoshard.plans.planning import plan_graph
@@ -46,6 +46,8 @@ from autoshard.runtime.transport.torch_state import without_autocast
 STAGE_AXIS = "pp"
 SEARCHED_SCHEDULES = ("1f1b", "interleaved")
 """schedules searched by default; GPipe has the bubble of 1F1B and needs more memory"""
+LARGEST_RING = 256
+"""most ranks of an axis that can shard sequences; a larger one must divide the batch"""
 INTERLEAVED_STAGES = (2, 4)
 """stages per rank that are searched for interleaved schedules"""
 
@@ -92,10 +94,6 @@ class OneDeviceWork(NamedTuple):
     """bytes of parameters, gradients and optimizer state"""
     kept: float
     """activation memory: bytes saved for the backward"""
-
-
-ESTIMATE_EFFORT = Effort(0.1, branches=False)
-"""search effort of an estimate"""
 
 
 @dataclass(frozen=True)
@@ -270,7 +268,7 @@ class PipelineEstimates:
         work = max(map(pieces.touched, graph.nodes), default=0.0)
         limit = min(most, share * budget + (1 - share) * min(2 * work, budget / 2))
         asked = replace(self.opts, stages=None, memory_budget=limit, quick=True)
-        settings = SearchSettings(micro_batches_held, keep_gathered=False, effort=ESTIMATE_EFFORT)
+        settings = SearchSettings(micro_batches_held, keep_gathered=False, effort=QUICK)
         _, plan = plan_graph(graph, own, asked, settings=settings)
         bare = pieces.between(list(itertools.accumulate(map(len, rows)))[:-1])
         parts = [
@@ -436,7 +434,7 @@ class _PipelineSearch:
         for stages in (n for n in range(self.least, min(self.devices, self.blocks) + 1) if self.devices % n == 0):
             rest = self.devices // stages
             for shape in mesh_shapes(rest):
-                if len(shape) == 2 and shape[1] > per_node:
+                if len(shape) == 2 and (shape[1] > per_node or shape[0] > max(length, LARGEST_RING)):
                     continue
                 most = max(1, length // (shape[0] if len(shape) == 2 or rest > per_node else 1))
                 counts = (2**k for k in range(most.bit_length())) if self.batches is None else (self.batches,)

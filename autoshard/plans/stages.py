@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar, cast
@@ -34,6 +33,7 @@ from autoshard.passes.propagate.named_strategies import resolve_like
 from autoshard.passes.propagate.planner import SearchSettings
 from autoshard.passes.search.candidates import Candidates
 from autoshard.passes.search.limits import OUTER_LIMITS
+from autoshard.passes.search.network import FULL, QUICK
 from autoshard.plans.options import CompileOptions, KnownLayouts
 from autoshard.plans.plan import Compiled, Plan
 from autoshard.plans.planning import plan_graph
@@ -243,6 +243,10 @@ PlannedPipeline = tuple[tuple[PlannedStage, ...], Plan]
 """all stages in order, and their combined plan"""
 
 
+def _step_seconds(planned: PlannedPipeline) -> float:
+    return planned[1].cost.total_s
+
+
 class StagePlanner:
     """Plans of the stages of one graph.
 
@@ -260,18 +264,25 @@ class StagePlanner:
         held = (int(peak_kept(order[i % ranks], [float(i == k) for k in each])) if order else 0 for i in each)
         self.in_flight = tuple(held)
         """micro-batches in flight per stage; 0 without a backward"""
+        self.many = len(stages) > OUTER_LIMITS.most_stage_plans
+        """whether equal stages share plans, by quick searches of layouts without named strategies"""
 
     def cheapest(self) -> PlannedPipeline:
         """The cheapest plans of all stages.
 
-        Stages of one rank share its memory by :meth:`_stage_budgets`, or equally if that does not fit."""
-        budget = self.opts.budget(self.mesh.hardware)
-        if self.chunks > 1 and self.stages.whole.training:
-            with suppress(PlanError):
-                found = self._within(self._stage_budgets(budget))
-                if found[1].memory.peak <= budget:
-                    return found
-        return self._within([budget / self.chunks] * len(self.stages))
+        Stages of one rank share its memory equally: recomputation saves most where most micro-batches are in
+        flight. Where memory is tight, :meth:`_stage_budgets` compete; of many stages only if nothing else fits.
+        """
+        budget, found = self.opts.budget(self.mesh.hardware), Candidates[PlannedPipeline](_step_seconds)
+        with found.attempt("equal shares of memory"):
+            found.add(self._within([budget / self.chunks] * len(self.stages)))
+        best, several = found.best, self.chunks > 1 and self.stages.whole.training
+        if several and (best is None or (_is_memory_tight(best[0]) and not self.many)):
+            with found.attempt("memory by micro-batches in flight"):
+                other = self._within(self._stage_budgets(budget))
+                if best is None or other[1].memory.peak <= budget:
+                    found.add(other)
+        return found.cheapest()
 
     def _stage_budgets(self, budget: float) -> list[float]:
         """Bytes that each stage's plan may need, if a rank has several stages.
@@ -291,21 +302,21 @@ class StagePlanner:
         """The cheapest plans within ``limits``, bytes per stage.
 
         A stage is planned without the later ones, and not optimally under a limit. So if memory may
-        decide, plans that keep parameters gathered and named strategies compete.
+        decide, plans that keep parameters gathered and named strategies compete. Many stages are planned once.
         """
-        found = Candidates[PlannedPipeline](lambda one: one[1].cost.total_s)
+        found = Candidates[PlannedPipeline](_step_seconds)
         opts, known = self.opts, self.known
-        with found.attempt("parameters gathered when used"):
-            found.add(self._in_order(opts, known, limits))
+        with found.attempt("stages one after another"):
+            found.add(self._in_order(opts, known, limits, keep_gathered=self.many))
         first, free = found.best, not (opts.plan or opts.like or opts.hints)
         if first is not None and free and (last := self._last_stage_layouts(first[0])):
             with found.attempt("layouts of last stages"):
                 layouts = {**(known.parameters or {}), **last}
-                found.add(self._in_order(opts, replace(known, parameters=layouts), limits))
-        if opts.plan is None and (first is None or _is_memory_tight(first[0])):
-            with found.attempt("parameters kept gathered"):
-                found.add(self._in_order(opts, known, limits, keep_gathered=True))
-            for like in TIGHT_STRATEGIES if free else ():
+                found.add(self._in_order(opts, replace(known, parameters=layouts), limits, keep_gathered=self.many))
+        if opts.plan is None and (first is None or (_is_memory_tight(first[0]) and not self.many)):
+            with found.attempt("parameters kept gathered, or not"):
+                found.add(self._in_order(opts, known, limits, keep_gathered=not self.many))
+            for like in TIGHT_STRATEGIES if free and not self.many else ():
                 with found.attempt(like):
                     found.add(self._in_order(replace(opts, like=like), known, limits))
         return found.cheapest()
@@ -351,14 +362,14 @@ class StagePlanner:
                 like=_stage_strategy(opts.like, stage, self.own_mesh),
                 plan=cast(Plan, given[stage.number]) if given else None,
                 memory_budget=limits[stage.number],
-                quick=opts.quick or len(stages) > OUTER_LIMITS.most_stage_plans,
+                quick=opts.quick or self.many,
             )
             layouts = KnownLayouts(
                 parameters=dict(parameters),
                 states=_stage_output_layouts(stage, given_back),
                 inputs=tuple(received.get(n) or inputs.get(n) for n in stage.graph.flat_inputs if n is not None),
             )
-            settings = SearchSettings(self.in_flight[stage.number], keep_gathered)
+            settings = SearchSettings(self.in_flight[stage.number], keep_gathered, QUICK if self.many else FULL)
             if not (asked.hints or asked.plan or isinstance(asked.like, Mapping)):
                 near = {one.stage.number for one in done if self._block(one.stage) == self._block(stage)}
                 asked = replace(asked, plan=_reused_plan(stage, layouts, settings, done, near, asked.memory_budget))

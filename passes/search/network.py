@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from autoshard.errors import PlanError
 from autoshard.passes.search.arrays import Matrix, dense_matrix
+from autoshard.passes.search.limits import LIMITS
 
 Choice = tuple[int, ...]
 """a strategy of every node"""
@@ -127,6 +128,8 @@ class Effort:
 
     rough: bool = False
     """whether equal layers must choose alike even at a cost; :attr:`Solution.search_on` refines"""
+    enough: float = LIMITS.enough
+    """sufficient relative gap between cost and bound"""
 
     def of(self, count: float) -> int:
         """This share of ``count``, at least one."""
@@ -134,3 +137,5 @@ class Effort:
 
 
 FULL = Effort()
+QUICK = Effort(0.1, branches=False, enough=0.01)
+"""of an estimate, and of each stage of a long pipeline"""

@@ -140,16 +140,17 @@ def run_search(
     start_search(search, effort)
     if _problem_entries(search.part.problem) <= LIMITS.direct_milp_entries:
         stats["looks"] = close_gap(search, effort)
-    if search.gap(search.bound) > LIMITS.enough:
+    if search.gap(search.bound) > effort.enough:
         if search.part.elimination is None:
             drop_dear_strategies(search)
-        quick = search.part.elimination is not None
-        maximise_bound(search, search.part, LIMITS.iterations if quick else effort.of(LIMITS.iterations), LIMITS.enough)
+        quick = search.part.elimination is not None and effort.branches
+        most = LIMITS.iterations if quick else effort.of(LIMITS.iterations)
+        maximise_bound(search, search.part, most, effort.enough)
         search.bound = max(search.bound, search.part.bound)
-        stats["mixtures"] = search_mixtures(search, search.part, LIMITS.enough, LIMITS.mixtures)
-        stats["branches"] = branch_and_bound(search, LIMITS.enough, effort)
+        stats["mixtures"] = search_mixtures(search, search.part, effort.enough, LIMITS.mixtures)
+        stats["branches"] = branch_and_bound(search, effort.enough, effort)
     hopeless = _problem_entries(search.part.problem) > LIMITS.hopeless * effort.of(LIMITS.milp_entries)
-    if search.gap(search.bound) > LIMITS.enough and "looks" not in stats and not hopeless:
+    if search.gap(search.bound) > effort.enough and "looks" not in stats and not hopeless:
         stats["looks"] = close_gap(search, effort)
     if search.choice is None:
         raise PlanError("no choice within the limits of all rows was found")
