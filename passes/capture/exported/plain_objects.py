@@ -19,6 +19,7 @@ from autoshard.passes.capture.exported.snapshots import (
     MODULE_REGISTRIES,
     NO_ATTRIBUTE,
     SNAPSHOT_DEPTH,
+    container_length,
     items_or_attributes,
     own_attribute,
     take_snapshot,
@@ -42,7 +43,9 @@ def plain_objects(modules: Iterable[nn.Module]) -> list[Any]:
 
 def plain_containers(module: nn.Module) -> dict[str, Any]:
     """Attribute → non-empty dict or list of constants that it holds."""
-    return {n: x for n, x in vars(module).items() if isinstance(x, dict | list) and x and _is_constant(x)}
+    return {
+        n: x for n, x in vars(module).items() if isinstance(x, dict | list) and container_length(x) and _is_constant(x)
+    }
 
 
 def _is_constant(x: Any, depth: int = 0) -> bool:
