@@ -135,11 +135,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # --- collectives ---
 
     def gather(self, tensor: Any) -> Any:
-        """See :meth:`accelerate.Accelerator.gather`: rows of the full batch, each once.
-
-        With local inputs, tensors with as many rows as the part are gathered, and those with the rows
-        of the batch are outputs, which are whole. :class:`AutoshardError` for other tensors.
-        """
+        """See :meth:`accelerate.Accelerator.gather`: rows of the full batch, each once. With local
+        inputs, tensors with as many rows as the part are gathered; those with the batch's are
+        whole outputs. :class:`AutoshardError` for others."""
         sharded = self._sharded
         if sharded is None:
             return super().gather(tensor)
@@ -207,10 +205,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # --- checkpoints ---
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """See :meth:`accelerate.Accelerator.get_state_dict`: full tensors on the CPU of the main process. Collective.
-
-        Empty on other processes, as with FSDP. Tied weights are one tensor.
-        """
+        """See :meth:`accelerate.Accelerator.get_state_dict`: full tensors on the CPU of the main
+        process, none on others, as with FSDP. Tied weights are one tensor. Collective."""
         if not isinstance(model, DistributedModule):
             return super().get_state_dict(model, unwrap)
         own, full, known = model.all_stages_state_dict(), model.full_state_dict(), dict[int, torch.Tensor]()

@@ -62,10 +62,8 @@ def _sharded(model: Any) -> ShardedModule | None:
 def _for_sharded(
     name: str, kind: type[ShardedModule] = ShardedModule
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replaces a method of transformers' Trainer for sharded modules of this ``kind``.
-
-    The function gets the trainer, its sharded module, the method as it was, and the arguments.
-    """
+    """Replaces a method of transformers' Trainer for sharded modules of this ``kind``. The function
+    gets the trainer, its sharded module, the method as it was, and the arguments."""
 
     def replace(ours: Callable[..., Any]) -> Callable[..., Any]:
         theirs = getattr(transformers.Trainer, name)
@@ -86,10 +84,8 @@ def _for_sharded(
 
 
 def _see_processes(one: bool) -> None:
-    """Let accelerate see ``one`` process, as every rank takes the full batch, or those that there are.
-
-    The first rank stays the main process, which prints and writes.
-    """
+    """Let accelerate see ``one`` process, as every rank takes the full batch, or those that there
+    are. The first rank stays the main process, which prints and writes."""
     shared = PartialState._shared_state
     if one and shared["num_processes"] > 1:
         _PROCESSES.update({name: shared[name] for name in _ONE})

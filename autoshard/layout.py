@@ -89,11 +89,9 @@ def fits_split_factor(lengths: Sequence[int]) -> bool:
 
 
 def _split_factor(parts: tuple[int, ...]) -> int:
-    """A ratio encoded as a negative split factor of a strided shard, which torch passes on unread.
-
-    Torch supports equal parts on one axis only. :mod:`autoshard.module.dtensors.segments` lets it
-    shard and gather by :func:`parts_of_split_factor` once a sharded module exists.
-    """
+    """A ratio encoded as a negative split factor of a strided shard, which torch (equal parts on
+    one axis only) passes on unread; :mod:`autoshard.module.dtensors.segments` lets it shard by
+    :func:`parts_of_split_factor`."""
     bits = _SPLIT_FACTOR_BITS // len(parts)
     return -(sum(n << bits * i for i, n in enumerate(parts)) * 2 * _SPLIT_FACTOR_BITS + len(parts))
 
@@ -263,10 +261,8 @@ class Layout:
         return tuple((start + number * length, length) for start, length in chunks)
 
     def chunk_of(self, dim: int, size: int, rank: int) -> tuple[int, int]:
-        """``(start, length)`` of the rank's chunk of tensor dim ``dim`` of global length ``size``.
-
-        Raises :class:`LayoutError` if there are several: see :meth:`chunks_of`.
-        """
+        """``(start, length)`` of the rank's chunk of tensor dim ``dim`` of global length ``size``;
+        :class:`LayoutError` if there are several: see :meth:`chunks_of`."""
         if any(p.dim == dim for p in self.grouped.values()):
             raise LayoutError(f"{self}: a rank holds several chunks of dim {dim}")
         start, length = 0, size

@@ -31,10 +31,8 @@ class _Ranks:
     """(number of this rank's part of the batch, number of parts)"""
 
     def _follow(self, module: nn.Module) -> None:
-        """Check ``module``, and make what is not sharded, and generators, those of rank 0.
-
-        Raises :class:`AutoshardError` before anything is changed. Collective.
-        """
+        """Check ``module``, and make what is not sharded, and generators, those of rank 0. Raises
+        :class:`AutoshardError` before anything is changed. Collective."""
         world = dist.get_world_size()
         sharded = _sharded_in(module)
         if world == 1:

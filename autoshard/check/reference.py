@@ -88,10 +88,8 @@ class _WideUpcasts(TorchFunctionMode):
 
 @contextlib.contextmanager
 def upcasts_in_float64() -> Iterator[None]:
-    """Inside, float32 islands of a float64 model (its upcasts) run, and are captured, in float64.
-
-    Sums in float32 round by their order, which would hide the digits that checks compare.
-    """
+    """Inside, float32 islands (upcasts) of a float64 model run, and are captured, in float64:
+    float32 sums round by their order, which would hide the digits that checks compare."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -116,9 +116,7 @@ def _axes_text(found: Configuration) -> str:
 
 def read_configuration(given: Any) -> Configuration | None:
     """The configuration in a dict, a text, or a file of that path; None if ``given`` is none.
-
-    Raises :class:`PlanError` if a file cannot be read, or a field has another type.
-    """
+    Raises :class:`PlanError` if a file cannot be read, or a field has another type."""
     source, data = "the configuration", given
     if isinstance(given, os.PathLike) or (isinstance(given, str) and Path(given).suffix in _SUFFIXES):
         source, path = str(given), Path(given)

@@ -1,8 +1,6 @@
-"""Neutral description of a plan: roles of mesh axes, styles of modules, ZeRO stage, stages, recomputation.
-
-Exporters are tables over a :class:`Description`. Each :class:`Feature` of the plan needs a word of
-the target; a target without that word reports the feature's sentence.
-"""
+"""Neutral description of a plan: roles of axes, styles of modules, ZeRO stage, stages,
+recomputation. Exporters are tables over a :class:`Description`; a target without a
+:class:`Feature`'s word reports its sentence."""
 
 from __future__ import annotations
 

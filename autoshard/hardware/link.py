@@ -82,11 +82,9 @@ class Link:
                 )
 
     def rate(self, kind: str, ranks: int) -> tuple[float, float]:
-        """(seconds, seconds per ring byte) of a collective among ``ranks`` ranks.
-
-        Both are interpolated between measured group sizes, in the number of ranks (rings) or, for
-        an all-reduce, its logarithm (trees). Beyond the largest size latency is extrapolated.
-        """
+        """(seconds, seconds per ring byte) of a collective among ``ranks`` ranks, interpolated
+        between measured group sizes (an all-reduce: their logarithms, as in trees). Beyond them
+        latency is extrapolated."""
         if ranks <= 1:
             return 0.0, 0.0
         known = sorted((r for r in self.rates if r.kind == kind), key=lambda r: r.ranks)

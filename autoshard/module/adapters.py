@@ -21,11 +21,9 @@ from autoshard.module.sharded_module import ShardedModule
 
 
 def _for_sharded(owner: type, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replaces methods of ``owner``, whose base model is sharded or which is a module of a sharded model.
-
-    The function gets the sharded module, the method as it was (with the object and the module that it is to adapt as
-    arguments), the object, and the arguments.
-    """
+    """Replaces methods of ``owner``, whose base model, or which itself, is (in) a sharded module.
+    The function gets that, the method as it was (of the object and the module to adapt), the
+    object, and the arguments."""
 
     def replace(ours: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:

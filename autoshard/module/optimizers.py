@@ -105,13 +105,9 @@ def _gradient_values(x: Tensor) -> Tensor:
 
 @functools.cache
 def patch_grad_scaler() -> None:
-    """Make :class:`torch.amp.GradScaler` find the same overflow on every rank.
-
-    DTensor reduces over the axes that shard the *first* gradient. If that one is replicated and
-    another is not, ranks decide alone and diverge in scale and steps. Ranks of other stages or
-    tables may have other gradients, dtypes, or none. So local findings are combined once per
-    optimizer.
-    """
+    """Make :class:`torch.amp.GradScaler` find the same overflow on every rank. DTensor reduces over
+    the axes that shard the *first* gradient, and ranks of other stages or tables may have other
+    gradients: they would decide alone. So local findings are combined once per optimizer."""
     torch.amp.GradScaler._unscale_grads_ = _agree_on_nonfinite(torch.amp.GradScaler._unscale_grads_)  # type: ignore[method-assign]
 
 
@@ -292,10 +288,8 @@ def mark_stage_gradient(p: Tensor) -> None:
 
 
 class StageGradient(ModuleDTensor):
-    """A gradient whose norm must not be combined, as ``torch.nn.utils.clip_grad_norm_`` does.
-
-    Nor may its elements be concatenated, as LBFGS does.
-    """
+    """A gradient whose norm must not be combined (``clip_grad_norm_``), nor its elements
+    concatenated (LBFGS)."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -25,11 +25,9 @@ TensorsOfRank = Callable[[Executable, int], Mapping[str, Tensor]]
 
 
 def save_rank_modules(executable: Executable, held: TensorsOfRank, directory: Path, alone: bool) -> None:
-    """Write ``rank_module.py``, JSON files, and one safetensors file per rank of this process.
-
-    ``alone``: all ranks are in this process. Raises :class:`PlanError` for a step that needs more
-    than rank modules, and for stages with symbolic lengths.
-    """
+    """Write ``rank_module.py``, JSON files, and one safetensors file per rank of this process
+    (``alone``: all). Raises :class:`PlanError` for a step that needs more than rank modules, and
+    for stages with symbolic lengths."""
     micro = executable.compiled.micro_batches
     if micro is not None and micro.before is not None:
         made = ", ".join(i.name for i in micro.before.inputs)

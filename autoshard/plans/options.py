@@ -87,10 +87,8 @@ class CompileOptions:
         return replace(found, **left)
 
     def words(self) -> Iterator[str]:
-        """Options other than the defaults, as the command line takes them: ``--like=fsdp``.
-
-        A comment ``# without …`` names an option that the command line cannot express.
-        """
+        """Options other than the defaults, as the command line takes them: ``--like=fsdp``; ``#
+        without …`` names an option that it cannot express."""
         if self.plan is not None:
             yield from self.plan.asked
             return

@@ -170,9 +170,7 @@ def split_into_stages(
     graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLayouts, micro: MicroBatches | None
 ) -> Stages:
     """The ``graph`` of one micro-batch, split into axis size × stages per rank pipeline stages.
-
-    Raises :class:`PlanError` if that is impossible.
-    """
+    Raises :class:`PlanError` if that is impossible."""
     check_stages(mesh, opts)
     assert opts.stages is not None
     loss = micro.loss if micro is not None else None
@@ -244,12 +242,9 @@ PlannedPipeline = tuple[tuple[PlannedStage, ...], Plan]
 
 
 class StagePlanner:
-    """Plans of the stages of one graph.
-
-    A stage takes a value in the layout in which the previous stage gives it, so nothing is gathered
-    to be sharded again. A parameter of several stages has the layout of the first, or of the last
-    if the step is then shorter.
-    """
+    """Plans of the stages of one graph. A stage takes a value in the layout in which the previous
+    one gives it. A parameter of several stages has the layout of the first, or of the last if
+    the step is then shorter."""
 
     def __init__(self, stages: Stages, mesh: Mesh, opts: CompileOptions, known: KnownLayouts) -> None:
         assert opts.stages is not None
@@ -262,9 +257,8 @@ class StagePlanner:
         """micro-batches in flight per stage; 0 without a backward"""
 
     def cheapest(self) -> PlannedPipeline:
-        """The cheapest plans of all stages.
-
-        Stages of one rank share its memory by :meth:`_stage_budgets`, or equally if that does not fit."""
+        """The cheapest plans of all stages, which share a rank's memory by :meth:`_stage_budgets`,
+        or equally if those do not fit."""
         budget = self.opts.budget(self.mesh.hardware)
         if self.chunks > 1 and self.stages.whole.training:
             with suppress(PlanError):
@@ -274,11 +268,8 @@ class StagePlanner:
         return self._within([budget / self.chunks] * len(self.stages))
 
     def _stage_budgets(self, budget: float) -> list[float]:
-        """Bytes that each stage's plan may need, if a rank has several stages.
-
-        States are shared equally, the rest in proportion to micro-batches in flight. Only the running
-        stage needs the working memory of its operations.
-        """
+        """Bytes that each stage's plan may need, if a rank has several: equal shares of states, the
+        rest by micro-batches in flight. Only the running stage needs working memory."""
         ranks, whole = len(self.stages) // self.chunks, self.stages.whole
         pieces = SegmentedGraph(whole, self.own_mesh, self.mesh.link(self.axis), self.opts.optimizer)
         state = sum(pieces.states.values()) / len(self.stages)
@@ -288,11 +279,9 @@ class StagePlanner:
         return [state + free * share + (1 - 1 / self.chunks) * work for share in shares]
 
     def _within(self, limits: Sequence[float]) -> PlannedPipeline:
-        """The cheapest plans within ``limits``, bytes per stage.
-
-        A stage is planned without the later ones, and not optimally under a limit. So if memory may
-        decide, plans that keep parameters gathered and named strategies compete.
-        """
+        """The cheapest plans within ``limits``, bytes per stage. A stage is planned without the
+        later ones, not optimally under a limit: if memory may decide, keeping parameters
+        gathered and named strategies compete."""
         found = Candidates[PlannedPipeline](lambda one: one[1].cost.total_s)
         opts, known = self.opts, self.known
         with found.attempt("parameters gathered when used"):
@@ -399,12 +388,10 @@ def _reused_plan(
     near: Collection[int],
     limit: float | None,
 ) -> Plan | None:
-    """The plan of an earlier stage that is equal except for names, if it is the best here, too, or its number is ``near``.
-
-    The best needs the same memory ``limit`` and as many micro-batches in flight, or fewer where memory
-    did not influence the plan. A near one has as many or more in flight, in proportion
-    to which limits are, and no bound here.
-    """
+    """The plan of an earlier stage, equal except for names, if it is the best here, too: of the
+    same memory ``limit`` and as many micro-batches in flight, or fewer where memory did not
+    matter. Or if its number is ``near``: as many or more in flight, in proportion to the limits,
+    and no bound here."""
     if any(fqn in (known.parameters or {}) for fqn in stage.held):
         return None
     held = settings.micro_batches_held

@@ -38,9 +38,7 @@ SHORT_PARAMETERS, SHORT_ROWS = 8, 5
 
 def plan_text(plan: Record, width: int | None = None, level: str = "full") -> str:
     """``plan`` as plain text tables. ``width``: columns; default: the terminal's, else 120.
-
-    ``level``: "short", which fits on one screen, or "full". Raises :class:`PlanError` for another.
-    """
+    ``level``: "short" (one screen) or "full"; :class:`PlanError` for another."""
     if level not in ("short", "full"):
         raise PlanError(f'a report is "short" or "full", not {level!r}')
     if width is None:

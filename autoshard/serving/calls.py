@@ -44,10 +44,8 @@ class ServedCall:
 
 
 def check_asked(objective: str, profile: Profile, training: bool, others: Mapping[str, Any]) -> None:
-    """Raise :class:`PlanError` for an invalid objective or profile, or options not for serving.
-
-    ``others``: other options by name, which must be false.
-    """
+    """Raise :class:`PlanError` for an invalid objective or profile, or options (``others``, by
+    name) not for serving."""
     if objective not in OBJECTIVES:
         raise PlanError(f"objective={objective!r} is not known. Known: {', '.join(map(repr, OBJECTIVES))}")
     if objective == "step" and profile is None:
@@ -86,11 +84,9 @@ def capture_calls(
     profile: Profile,
     capture: CaptureFunction,
 ) -> tuple[ServedCall, ...]:
-    """Captured calls of a profile, without those that never come. Latency: of one request.
-
-    Decode is captured with the KV cache at its longest: prompt and all tokens but one. Raises
-    :class:`CaptureError` if its arguments are unknown.
-    """
+    """Captured calls of a profile, without those that never come; latency: of one request. Decode
+    has the KV cache at its longest: all tokens but one. Raises :class:`CaptureError` for unknown
+    arguments."""
     skeleton, given = meta_copy(model), _bound_arguments(model, args, kwargs)
     if "use_cache" in inspect.signature(model.forward).parameters:
         given["use_cache"] = True

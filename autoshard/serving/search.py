@@ -279,11 +279,8 @@ def profile_calls(
 def search_jointly(
     calls: Sequence[ServedCall], mesh: Mesh, opts: CompileOptions, known: KnownLayouts = NOTHING_KNOWN
 ) -> JointPlan:
-    """The cheapest joint choice for all calls with one layout of the weights.
-
-    Memory is searched for the most frequent call; if others do not fit, for the next. Raises
-    :class:`PlanError`.
-    """
+    """The cheapest joint choice for all calls with one layout of the weights. Memory is searched
+    for the most frequent call; if others do not fit, for the next. Raises :class:`PlanError`."""
     found = Candidates[JointPlan](lambda one: one.lower_bound)
     for main in sorted(calls, key=lambda c: -c.times):
         order = (main, *(c for c in calls if c is not main))

@@ -44,8 +44,7 @@ _AUTOGRAD = (
 @contextlib.contextmanager
 def above_autograd() -> Iterator[None]:
     """Inside an op's kernel, restore autograd dispatch: a forward may enable and take gradients.
-
-    Disables the Python dispatcher of a trace, too: it keeps ops like cross_entropy without
+    Disables a trace's Python dispatcher, too, which keeps ops like cross_entropy without
     derivative."""
     excluded = excluded_keys()
     for key in _AUTOGRAD:

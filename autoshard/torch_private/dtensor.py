@@ -39,10 +39,8 @@ def has_rule(op: Any) -> bool:
 
 
 def dispatch_subclass(kind: type[DTensor]) -> None:
-    """Have optimizers take lists of ``kind``, a subclass of DTensor, as they take DTensors.
-
-    Torch 2.11 dispatches subclasses as DTensors: there handlers lead to their own dispatch.
-    """
+    """Have optimizers take lists of ``kind``, a subclass of DTensor, as they take DTensors. Torch
+    2.11 dispatches subclasses as DTensors: there handlers lead to their own dispatch."""
     optimizer_foreach_types.append(kind)
     foreach_types.append(kind)
     if torch.__version__ < "2.12":

@@ -1,8 +1,6 @@
-"""Folders of weights as meshes of files: which file holds which box, and byte ranges of boxes.
-
-A folder of safetensors files, or of torch.distributed.checkpoint, is a source of a transfer; its files
-take the place of ranks. :class:`FileTensor` reads and writes boxes like a tensor that is indexed.
-"""
+"""Folders of weights (safetensors, torch.distributed.checkpoint) as meshes of files: which file
+holds which box, and byte ranges of boxes. :class:`FileTensor` reads and writes boxes like a
+tensor that is indexed."""
 
 from __future__ import annotations
 
@@ -179,11 +177,9 @@ class Folder:
 
 
 def open_folder(path: str | os.PathLike[str], wanted: Collection[str]) -> Folder:
-    """The tensors in a folder, or in one safetensors file; reads headers only.
-
-    ``wanted``: weights of the target; checkpoints may hold them under a prefix, such as ``model.``.
-    Raises :class:`PlanError` for files that are missing, cut short or garbled.
-    """
+    """The tensors in a folder, or in one safetensors file; reads headers only. ``wanted``: weights
+    of the target, perhaps under a prefix (``model.``). :class:`PlanError` for files missing, cut
+    short or garbled."""
     folder = Path(path)
     return _checkpoint(folder, wanted) if (folder / ".metadata").is_file() else _safetensors(folder)
 

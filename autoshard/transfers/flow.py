@@ -48,10 +48,8 @@ class _Senders(NamedTuple):
 def choose_senders(
     demands: Mapping[Demand, int], node_of: Callable[[int], int], unit: int
 ) -> tuple[dict[Demand, Shares], int]:
-    """Senders and bytes of each demand, and the least bytes of the most-loaded sender.
-
-    ``demands``: bytes, multiples of ``unit``. Deterministic in their order.
-    """
+    """Senders and bytes of each demand, and the least bytes of the most-loaded sender. ``demands``:
+    bytes, multiples of ``unit``. Deterministic in their order."""
     load: dict[int, int] = defaultdict(int)
     wanted: dict[tuple[int, ...], int] = defaultdict(int)
     found: dict[Demand, Shares] = {}
@@ -100,10 +98,8 @@ FlowToNodes = dict[tuple[tuple[int, ...], int | None], dict[int, int]]
 
 
 def _least_load(wanted: Mapping[tuple[int, ...], int], senders: Sequence[_Senders], least: int) -> tuple[int, Flow]:
-    """The least units of the most-loaded sender, and a flow that reaches it.
-
-    Newton's method: the ranks on the wrong side of a minimum cut must send all that only they hold.
-    """
+    """The least units of the most-loaded sender, and a flow that reaches it, by Newton's method:
+    the ranks on the wrong side of a minimum cut must send all that only they hold."""
     total = sum(wanted.values())
     everyone = sum(len(s.ranks) for s in senders)
     limit = max(least, -(-(total + sum(len(s.ranks) * s.load for s in senders)) // everyone))

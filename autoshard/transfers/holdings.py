@@ -150,10 +150,8 @@ class Link(NamedTuple):
 
 
 def holdings_of_plan(plan: Record, ranks: Sequence[int] | None = None) -> dict[str, Held]:
-    """Parameters and buffers by name, and who holds them; ``ranks``: the global rank of each rank of the plan.
-
-    Raises :class:`PlanError` for another number of ranks, or a rank twice.
-    """
+    """Parameters and buffers by name, and who holds them; ``ranks``: the global rank of each rank
+    of the plan. Raises :class:`PlanError` for another number of ranks, or a rank twice."""
     own = tuple(range(plan.mesh.size)) if ranks is None else tuple(ranks)
     if len(own) != plan.mesh.size or len(set(own)) != len(own):
         raise PlanError(

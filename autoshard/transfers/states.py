@@ -204,10 +204,8 @@ def in_one_process(*states: ModuleState | None) -> bool:
 
 
 def merged(descriptions: Iterable[Holdings]) -> dict[str, Held]:
-    """What ranks describe, together: modules on several groups of ranks are replicas of one.
-
-    Raises :class:`PlanError` for tensors of different shapes or dtypes.
-    """
+    """What ranks describe, together: modules on several groups of ranks are replicas of one. Raises
+    :class:`PlanError` for tensors of different shapes or dtypes."""
     found: dict[str, Held] = {}
     joined: dict[tuple[int, int], Held] = {}
     for described in descriptions:

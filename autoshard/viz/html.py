@@ -32,10 +32,8 @@ _SCRIPTS = (
 
 
 def html(plan: Record, before: Record | None = None) -> str:
-    """``plan`` as an HTML page; with ``before``, the two side by side.
-
-    Text of the model is embedded as JSON and inserted as text nodes, never as markup.
-    """
+    """``plan`` as an HTML page; with ``before``, the two side by side. Text of the model is
+    embedded as JSON and inserted as text nodes, never as markup."""
     data = [_Payload(p).build(name) for p, name in ((plan, "after"), (before, "before")) if p is not None]
     text = json.dumps({"plans": data}, ensure_ascii=True, separators=(",", ":"))
     safe = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

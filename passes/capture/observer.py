@@ -24,10 +24,8 @@ Patch = tuple[Any, str, Any]
 
 @dataclass(frozen=True)
 class ObserverAnswer:
-    """Result returned in place of a call.
-
-    ``reason``: the reason, for logs and as the message of the guard; "": not logged.
-    """
+    """Result returned in place of a call. ``reason``: for logs and the guard's message; "": not
+    logged."""
 
     value: Any
     reason: str

@@ -140,10 +140,8 @@ class FunctionBody:
         self.names.dead = lambda name: name not in kept and last_read.get(name, -1) <= now
 
     def _part(self, segment: Segment, later: Collection[str], whole: str) -> None:
-        """Write a recomputed part: a function of all values that it reads, and its call.
-
-        ``whole``: path of the block, if the block has no other part.
-        """
+        """Write a recomputed part: a function of all values that it reads, and its call. ``whole``:
+        path of the block, if the block has no other part."""
         made = {o for s in segment.statements for o in s.outputs}
         read = [n for n in dict.fromkeys(n for s in segment.statements for n in reads(s)) if n not in made]
         outputs = [o for s in segment.statements for o in s.outputs if o in later and o != "_"]

@@ -43,10 +43,8 @@ def input_layout(name: str, graph: Graph, mesh: Mesh, given: Mapping[str, Layout
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One sharding strategy of an op along one mesh axis; strategies of several axes combine.
-
-    ``inputs``: a placement per entry of ``node.inputs``; ``outputs``: one per ``node.outputs``.
-    """
+    """One sharding strategy of an op along one mesh axis; strategies of several axes combine. A
+    placement per entry of ``node.inputs`` and ``node.outputs``."""
 
     label: str
     """"I", "R", "P(…)" or the factor's name, and "/n" where each of n segments is sharded"""

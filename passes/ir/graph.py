@@ -247,10 +247,8 @@ class Node(CallLike):
 
     @cached_property
     def input_slots(self) -> tuple[int, ...]:
-        """Per entry of ``inputs``, the position of its argument in :func:`tensor_arguments`.
-
-        Raises :class:`RuleError` where an argument that takes no tensor is given one.
-        """
+        """Per entry of ``inputs``, its position in :func:`tensor_arguments`; :class:`RuleError` for
+        an argument that takes no tensor."""
         names, slots = tensor_arguments(self.op), list[int]()
         for name, value in self.given:
             found = len(list(refs(value)))
@@ -265,10 +263,8 @@ class Node(CallLike):
         return {tensor_arguments(self.op)[slot]: i for i, slot in enumerate(self.input_slots)}
 
     def argument(self, name: str, *absent: Any) -> Any:
-        """The value of argument ``name``, else its default, else ``absent``.
-
-        Raises :class:`RuleError` where the op has no such argument and ``absent`` is not given.
-        """
+        """The value of argument ``name``, else its default, else ``absent``. Raises
+        :class:`RuleError` where the op has no such argument and ``absent`` is not given."""
         if name in (known := argument_defaults(self.op)):
             place, default = known[name]
             return self.kwargs.get(name, self.args[place] if place < len(self.args) else default)
@@ -422,10 +418,8 @@ class Graph:
 
     @cached_property
     def states(self) -> dict[str, str]:
-        """Mutated buffers and inputs that keep their type: fqn → name.
-
-        Old and new value share one layout.
-        """
+        """Mutated buffers and inputs that keep their type: fqn → name. Old and new value share one
+        layout."""
         names = {i.fqn: i.name for i in self.inputs if i.fqn in self.mutations}
         old_and_new = {fqn: (self.types[old], self.types[self.mutations[fqn]]) for fqn, old in names.items()}
         alike = {

@@ -215,10 +215,8 @@ def _example_value(expr: sympy.Expr, example: tuple[tuple[sympy.Symbol, int], ..
 
 @lru_cache(maxsize=1 << 14)
 def _sign_of_difference(a: sympy.Expr, b: sympy.Expr) -> str:
-    """The sign of ``a - b`` for all symbols ≥ 1: "+", "-", "0", "0+", "0-", or "": unknown.
-
-    A polynomial in (symbol - 1) ≥ 0 has the sign of its coefficients, if all have the same.
-    """
+    """The sign of ``a - b`` for all symbols ≥ 1: "+", "-", "0", "0+", "0-", or "": unknown. A
+    polynomial in (symbol - 1) ≥ 0 has the sign that all its coefficients have."""
     difference = sympy.expand(a - b)
     shifted = sympy.expand(difference.xreplace({s: s + 1 for s in difference.free_symbols}))
     terms = shifted.as_coefficients_dict()

@@ -36,10 +36,8 @@ def _check_definition(name: str, defined: set[str], graph: Graph, where: str) ->
 
 
 def check_program(program: Program) -> None:
-    """Check that all reads are in the planned layouts. Raises :class:`PlanError`.
-
-    Of a merged statement each member is checked, and that the call is the merger of all.
-    """
+    """Check that all reads are in the planned layouts, and that a merged call merges its members;
+    else :class:`PlanError`."""
     made = {value.name for value in program.graph.inputs}
     for statement in program.statements:
         _check_reads(statement, made)

@@ -80,10 +80,8 @@ def _is_product_of(s: Statement, name: str, gather: Statement) -> bool:
 
 
 def settle_recomputed(program: Program, recomputed_ids: Collection[int]) -> Program:
-    """``program`` with collective matmuls that are recomputed entirely, or in the gather alone.
-
-    Other partly recomputed ones become separate statements. ``recomputed_ids``: ids of recomputed parts.
-    """
+    """``program`` with collective matmuls recomputed entirely, in the gather alone, or, else, split
+    into statements. ``recomputed_ids``: ids of recomputed parts."""
     numbers = iter(range(-1, -len(program.statements) - 1, -1))
     statements = (x for s in program.statements for x in _settle_statement(s, recomputed_ids, numbers))
     return replace(program, statements=tuple(statements))

@@ -26,9 +26,7 @@ class DeduplicatedBlocks:
 
     def sequence(self, graph: Graph) -> tuple[tuple[tuple[Node, ...], ...], tuple[int, ...]]:
         """Rows of nodes, of a block or between two; the order of rows that makes the full graph.
-
-        ``graph``: this one, or that of one of its micro-batches.
-        """
+        ``graph``: this one, or that of one of its micro-batches."""
         rows = _consecutive_blocks(graph.nodes)
         where: dict[str, list[int]] = {}
         for number, (path, _) in enumerate(rows):

@@ -102,14 +102,12 @@ def conversion_parts(
     passes: int = 1,
 ) -> StepParts:
     """Seconds per pass to redistribute a value from each source (row) to each target (column).
-
-    ``stage``: ZeRO stage of a parameter, None for other values. 0 (FSDP): gathered again in the
-    backward. 1, 2: gathered once per step; gradients are reduced once per step (1) or in each of
-    ``passes`` (2). Sums over replicas happen once per step. ``movable``: see
-    :func:`~autoshard.passes.propagate.prices.overlap.movable_values`. ``share``: of message
-    latency (:func:`~autoshard.passes.propagate.prices.coalescing.latency_shares`). ``products``: for
-    collective matmul (:mod:`~autoshard.passes.propagate.prices.collective_matmul`).
-    """
+    ``stage``: ZeRO stage of a parameter, None for other values: 0 (FSDP) gathers again in the
+    backward; 1, 2 gather once per step and reduce gradients once per step (1) or in each of
+    ``passes`` (2). Sums over replicas happen once per step. ``movable``, ``share``,
+    ``products``: see :func:`~autoshard.passes.propagate.prices.overlap.movable_values`,
+    :func:`~autoshard.passes.propagate.prices.coalescing.latency_shares`,
+    :mod:`~autoshard.passes.propagate.prices.collective_matmul`."""
     ends, mesh = (type_, sources, targets), sources[0].mesh
     found = np.stack(link_matrices(sources, targets, *_moved(type_), share))
     ahead, back = copy_seconds(*ends, stage is not None, share)
@@ -177,10 +175,8 @@ def _gradient_sum_matrices(
 
 
 def as_parts(links: Sequence[np.ndarray] | np.ndarray, movable: bool) -> StepParts:
-    """Seconds (launches and copies, links in a node, links between nodes) as blocking or movable.
-
-    Launches and copies never overlap with compute.
-    """
+    """Seconds (launches and copies, links in a node, links between nodes) as blocking or movable;
+    the first never overlap."""
     launches, node, network = links
     total = launches + node + network
     if not movable:

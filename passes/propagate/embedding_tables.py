@@ -38,11 +38,8 @@ OwnerAxes = tuple[str, ...]
 
 
 def assign_owners(assignment: Assignment, constraints: Mapping[str, Constraint | DimLimit]) -> Assignment:
-    """``assignment`` with owned tables balanced over ranks, largest first.
-
-    Rank 0 owns most bytes, so that its memory is the peak; not if hints or an earlier compilation
-    fix owners.
-    """
+    """``assignment`` with owned tables balanced over ranks, largest first and most bytes on rank 0,
+    so that its memory is the peak; not if hints or an earlier compilation fix owners."""
     fixed = {name for name, c in constraints.items() if isinstance(c, Constraint)}
     layouts, types, mesh = assignment.layouts, assignment.graph.types, assignment.mesh
     found = _expert_owners(assignment)

@@ -62,11 +62,9 @@ def _block_kind(block: str) -> str:
 
 
 def repetition_labels(graph: Graph, variables: Iterable[str]) -> tuple[Hashable | None, ...]:
-    """Per variable its place in its block, without the block's number; None: outside all blocks.
-
-    Place of an operation: how many precede it in its block; of a parameter: its name there. Blocks
-    of equal labels may differ; the search compares their tables.
-    """
+    """Per variable its place in its block, without the block's number; None: outside all blocks. Of
+    an operation: how many precede it; of a parameter: its name. Blocks of equal labels may
+    differ."""
     places: dict[str, Hashable] = {}
     counts: Counter[str] = Counter()
     for node in graph.nodes:

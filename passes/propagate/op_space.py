@@ -83,10 +83,8 @@ class OpSpace:
 
 @dataclass(frozen=True, slots=True)
 class OpRequest:
-    """What a named strategy asks of an operation on one mesh axis: factors to shard, or none.
-
-    If sizes do not allow it, the operation runs unsharded.
-    """
+    """What a named strategy asks of an operation on one mesh axis: factors to shard, where sizes
+    allow, or none."""
 
     cuts: frozenset[str]
     """factors of strategies"""
@@ -132,10 +130,9 @@ def op_space(
     traffic: Traffic | None = None,
     waits: SkewSeconds = NO_SKEW,
 ) -> OpSpace:
-    """Feasible combinations of per-axis strategies; of equal layouts only the cheapest.
-
-    ``asked``: restrictions; ``fused_traffic``: :func:`costs.node_seconds`; ``waits``: :func:`synchronization_skew`.
-    """
+    """Feasible combinations of per-axis strategies; of equal layouts only the cheapest. ``asked``:
+    restrictions; ``fused_traffic``: :func:`costs.node_seconds`; ``waits``:
+    :func:`synchronization_skew`."""
     for choices in _request_tiers(_feasible_choices(node, graph, mesh, asked), asked or (None,) * mesh.ndim):
         if best := _cheapest_by_layout(choices, node, graph, mesh, traffic, waits):
             break
@@ -174,10 +171,8 @@ def _feasible_choices(node: Node, graph: Graph, mesh: Mesh, asked: OpRequests) -
 
 def _request_tiers(choices: Sequence[tuple[Strategy, ...]], asked: OpRequests) -> Iterator[list[tuple[Strategy, ...]]]:
     """Tiers of choices: first those sharded along most axes that ask for it, then one axis less.
-
-    One tier if several axes ask for the same factor and the best choices need a layout of their own
-    (fused parts on every rank), which no layout of a neighbour converts to.
-    """
+    One tier if several axes ask for a factor and the best choices need a layout to which no
+    neighbour's converts."""
     found: dict[tuple[int, int], list[tuple[Strategy, ...]]] = {}
     for choice in choices:
         pairs = [(s, a) for s, a in zip(choice, asked, strict=True) if a is not None]
@@ -239,10 +234,8 @@ def _with_local_shapes(
 
 
 class OpSpaces:
-    """Op spaces by node; nodes with the same signature share one, also after the search.
-
-    ``asked``: node name → restrictions of a named strategy. ``chosen``: node name → its only choice.
-    """
+    """Op spaces by node, shared by equal signatures. ``asked``: node name → restrictions;
+    ``chosen``: → its only choice."""
 
     def __init__(
         self,
@@ -331,10 +324,8 @@ def op_site(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], 
 def internal_collectives(
     node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], placed: Sequence[Placements]
 ) -> tuple[InternalCollective, ...]:
-    """Collectives inside the local form, recorded in an abstract run of it unless the rule states them.
-
-    ``placed``: of every operand, then of every result.
-    """
+    """Collectives inside the local form, recorded in an abstract run of it unless the rule states
+    them. ``placed``: of every operand, then of every result."""
     rule = rule_for(node.op)
     if rule is None or rule.local is None or not rule.sends or not any(s.divides for s in choice):
         return ()

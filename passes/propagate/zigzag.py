@@ -168,10 +168,8 @@ def _attention_link(node: Node, graph: Graph) -> SequenceLink:
 
 
 def order_free_links(node: Node, graph: Graph) -> Iterator[SequenceLink]:
-    """Dims along which ``node`` is position-wise or reduces, so that order does not matter.
-
-    So are operations that run unchanged on any chunk: chunks may have one position.
-    """
+    """Dims along which ``node`` is position-wise, reduces, or runs unchanged on any chunk (as small
+    as one position)."""
     rule = rule_for(node.op)
     if rule is None or (rule.local is not None and node.op not in ORDER_FREE_OPS):
         return
@@ -329,10 +327,8 @@ class _ZigzagRewriter:
         return found
 
     def _place(self, value: str, reader: Node | None) -> tuple[int, tuple[tuple[str, str], ...], int]:
-        """(position, module stack, checkpoint) of the reordering of ``value``.
-
-        In the innermost module of producer and reader, early: equal layers stay equal.
-        """
+        """(position, module stack, checkpoint) of the reordering of ``value``: early, in the
+        innermost module of producer and reader, so that equal layers stay equal."""
         maker = self.graph.producers.get(value)
         if maker is None:
             return 0, (), 0

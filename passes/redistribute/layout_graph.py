@@ -214,10 +214,8 @@ class LayoutSpace:
                 yield LayoutMove("permute", group, i, j, (), order, "permute")
 
     def _needs_even(self, move: LayoutMove) -> list[bool]:
-        """Per dim: whether a permute needs an even size, as a rank gets a chunk of another nest.
-
-        Reordering one dim's nest needs none if the sizes of its axes keep their order.
-        """
+        """Per dim: whether a permute needs an even size, as a rank gets another nest's chunk
+        (unless axes' sizes keep order)."""
         src, dst = self.states[move.src], self.states[move.dst]
         changed = [move.kind == "permute" and a != b for a, b in zip(src.nests, dst.nests, strict=True)]
         if sum(changed) == 1 and src.kinds == dst.kinds and self._effective(move.group) == self._effective(move.order):
@@ -253,10 +251,8 @@ def free_frame(axes: int, ndim: int) -> LayoutState:
 
 
 def common_frame(src: LayoutState, dst: LayoutState) -> LayoutState:
-    """What two states have in common, else FREE. Up to ``EXACT_AXES`` axes all are FREE.
-
-    On larger meshes an axis that both use alike, with no changing axis around it, stays fixed.
-    """
+    """What two states have in common, else FREE. Up to ``EXACT_AXES`` axes all are FREE; on larger
+    meshes an axis used alike, with no changing axis around it, stays fixed."""
     axes = len(src.kinds)
     if axes <= EXACT_AXES:
         return free_frame(axes, len(src.nests))
@@ -273,11 +269,9 @@ def common_frame(src: LayoutState, dst: LayoutState) -> LayoutState:
 
 
 def intermediate_state(src: LayoutState, dst: LayoutState, common: LayoutState) -> LayoutState:
-    """An intermediate state if too many axes change; ``common`` is the frame of both ends.
-
-    Up to ``EXACT_AXES`` changing inner axes of the source are gathered or reduced; without any,
-    those of the target are deferred. Between replicated states some axes change first.
-    """
+    """An intermediate state if too many axes change. Up to ``EXACT_AXES`` changing inner axes of
+    the source are gathered or reduced; else the target's are deferred. ``common``: the frame of
+    both ends."""
     free = [a for a, k in enumerate(common.kinds) if k == FREE_AXIS]
     if all(x.kinds[a] in "RI" for x in (src, dst) for a in free):
         chosen = free[:EXACT_AXES]

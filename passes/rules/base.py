@@ -1,10 +1,7 @@
-"""Sharding rules: an op's strategies along one mesh axis, its factors, and its local form.
-
-Sharding factor f along one mesh axis gives: operands with f → Shard, operands without f →
-Replicate, results with f → Shard, results without f → Partial. Besides the factors, an op runs on
-full tensors (all Invariant or all Replicate) and on partial sums of each operand in which it is
-linear.
-"""
+"""Sharding rules: an op's strategies along one mesh axis, its factors, and its local form. Along
+factor f, operands and results with f are sharded, operands without it replicated, results
+without it Partial. An op also runs on full tensors, and on partial sums of operands in which it
+is linear."""
 
 from __future__ import annotations
 

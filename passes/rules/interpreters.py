@@ -1,9 +1,7 @@
-"""Interpreters: a graph on full tensors, and the abstract run of a statement on meta tensors.
-
-:func:`interpret` runs a captured graph op by op and so defines its meaning. :class:`AbstractRun`
-runs one statement forward and backward without data: autograd reports what it saves, a dispatch
-mode sees every temporary tensor, a recording communicator what ranks send.
-"""
+"""Interpreters: :func:`interpret` runs a graph on full tensors and so defines its meaning;
+:class:`AbstractRun` runs one statement, forward and backward, without data: autograd reports
+what it saves, a dispatch mode sees temporary tensors, a recording communicator what ranks
+send."""
 
 from __future__ import annotations
 
@@ -33,11 +31,9 @@ from autoshard.torch_private.fake import suggest_memory_format
 
 def interpret(graph: Graph, inputs: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Any]:
     """All values of ``graph`` by name, computed with the real ops and recorded by autograd.
-
-    ``inputs``: one tensor per entry of ``graph.inputs`` (constants are optional); set
-    ``requires_grad`` yourself. Buffers are not written back: new values are in ``graph.mutations``.
-    Raises KeyError for a missing input.
-    """
+    ``inputs``: one tensor per entry of ``graph.inputs`` but constants; set ``requires_grad``
+    yourself. New values of buffers are in ``graph.mutations``. Raises KeyError for a missing
+    input."""
     values: dict[str, Any] = dict(graph.constants)
     values.update({i.name: inputs[i.name] for i in graph.inputs if i.kind != "constant" or i.name in inputs})
     if device is None:
@@ -175,9 +171,8 @@ class AbstractRun:
         return (text, *operands.values(), training, torch.get_default_dtype()), axes
 
     def _canonical_axes(self, text: str) -> tuple[str, tuple[str, ...]]:
-        """``text`` with each axis as its size and order of mention, and the axes in this order.
-
-        Rank 0 sees no more of an axis."""
+        """``text`` with each axis as its size and order of mention (rank 0 sees no more of it), and
+        the axes in this order."""
         names: dict[str, str] = {}
         canonical = self.axis_pattern.sub(lambda m: names.setdefault(m[0], f"{self.axes[m[0]]}.{len(names)}"), text)
         return canonical, tuple(name[1:-1] for name in names)
@@ -314,10 +309,8 @@ def _run_backward(
 
 
 class _StorageCounter(TorchDispatchMode):
-    """Dispatch mode that counts live bytes of new storages, except those of ``known``.
-
-    Tensors in ``kept`` exist at the start; the peak is reduced when they are freed.
-    """
+    """Dispatch mode that counts live bytes of new storages, except those of ``known``. Tensors in
+    ``kept`` exist at the start; the peak is reduced when they are freed."""
 
     def __init__(
         self,
@@ -413,9 +406,8 @@ _SENT_AS = {
 
 
 class _SoleRankCommunicator(Communicator):
-    """Communicator of a single rank: results and gradients have the right shapes, no peers.
-
-    It records what ranks send."""
+    """Communicator of a single rank, which records what ranks send: right shapes of results and
+    gradients, no peers."""
 
     device = torch.device("meta")
 

@@ -139,10 +139,8 @@ class ContentNumbers:
         self._numbers: dict[Hashable, list[int]] = {}
 
     def number(self, array: FloatArray, more: Hashable, at: Callable[[int], FloatArray], new: int) -> int:
-        """Number of a contiguous float64 array, equal in ``more``, too; ``new`` if unknown.
-
-        ``at``: the array of a number.
-        """
+        """Number of a contiguous float64 array, equal in ``more``, too; ``new`` if unknown. ``at``:
+        the array of a number."""
         words = array.reshape(-1).view(np.uint64)
         rest = len(words) % CHECKSUM_WORDS
         sums = words[rest:].reshape(-1, CHECKSUM_WORDS).sum(axis=0, dtype=np.uint64)

@@ -31,11 +31,9 @@ class NotFoundError(PlanError):
 
 @dataclass(frozen=True)
 class CostNetwork:
-    """``nodes[i]``: float64 [n_i], costs; ``edges``: (i, j, float64 [n_i, n_j] or compact).
-
-    ``inf`` forbids a choice. Parallel edges add up. Equal layers should share array objects: equal
-    subproblems are recognised by identity first, then by content.
-    """
+    """``nodes[i]``: float64 [n_i], costs; ``edges``: (i, j, float64 [n_i, n_j] or compact), which
+    add up. ``inf`` forbids a choice. Equal layers should share arrays: equal subproblems are
+    recognised by identity first."""
 
     nodes: tuple[Array, ...]
     edges: tuple[tuple[int, int, Matrix], ...]

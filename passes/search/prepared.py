@@ -64,10 +64,8 @@ class Prepared:
         effort: Effort = FULL,
         prices: Sequence[float] | None = None,
     ) -> Solution:
-        """See :func:`solve`; the bound may be pending.
-
-        ``limits``: of the rows (infinite: none); None: their own.
-        """
+        """See :func:`solve`; the bound may be pending. ``limits``: of the rows (infinite: none);
+        None: their own."""
         if self._tied is None and not self.rows:
             return solve_plain(self.network)
         problem = self._problem if limits is None else replace(self._problem, limits=self._finite(limits))

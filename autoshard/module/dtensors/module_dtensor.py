@@ -1,10 +1,7 @@
-"""The tensors of a sharded module under torch.distributed: DTensors with a dispatch of their own.
-
-Parameters, buffers, gradients, optimizer states and outputs are of this class, and so is what
-operations make of them. An operation has a handler in :data:`OP_HANDLERS`, or runs as DTensor has
-it. DTensors of others are torch's own. Layouts that DTensor lacks (segments by a ratio, tables of one owner) run
-elementwise operations on shards, and all others on the full tensor.
-"""
+"""The tensors of a sharded module under torch.distributed: DTensors of a class of ours, as is what
+operations make of them. An operation has a handler in :data:`OP_HANDLERS`, or runs as DTensor
+has it. In layouts that DTensor lacks (segments by a ratio, tables of one owner) elementwise
+operations run on shards, others on the full tensor."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Writes through views of DTensors: ``p.grad[pad] = 0``, ``weight.data[pad].zero_()``.
-
-DTensor returns a copy if the indexed dim is sharded, and silently loses the write. Here it reaches
-the shards.
-"""
+"""Writes through views of DTensors: ``p.grad[pad] = 0``, ``weight.data[pad].zero_()``. DTensor
+returns a copy if the indexed dim is sharded, and silently loses the write. Here it reaches the
+shards."""
 
 from __future__ import annotations
 

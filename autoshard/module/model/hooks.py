@@ -1,9 +1,6 @@
-"""Hooks of users: forward hooks of inner modules, and tensor hooks on outputs that feed other outputs.
-
-Programs compute what the forward hooks present in a call return. A tensor hook on an output
-(logits) sees in eager also the gradient of outputs computed from it (a loss). Here each output ends
-a program, so such a backward is refused.
-"""
+"""Hooks of users. Programs compute what the forward hooks present in a call return. A tensor hook
+on an output (logits) sees in eager also the gradient of outputs computed from it (a loss); here
+each output ends a program, so such a backward is refused."""
 
 from __future__ import annotations
 
@@ -70,9 +67,7 @@ def adopt_hooks(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
 
 def forward_hooks_of(parts: Iterable[tuple[str, nn.Module]], own_hooks: bool = True) -> tuple[Hook, ...]:
     """The forward hooks of these modules, and attributes that users set after compilation.
-
-    ``own_hooks``: whether hooks of the model itself, path "", count.
-    """
+    ``own_hooks``: whether hooks of the model itself, path "", count."""
     found: list[Hook] = []
     for path, part in parts:
         found += [Hook(path, n, value=key) for n, (key, _) in vars(part)[SET_LATER].items()]
@@ -92,10 +87,8 @@ def new_attributes(part: nn.Module) -> dict[str, Any]:
 
 
 def set_later(part: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute that programs follow: there is one per value of a constant, and per other assignment.
-
-    ``NO_ATTRIBUTE`` deletes it.
-    """
+    """Set an attribute that programs follow: there is one per value of a constant, and per other
+    assignment. ``NO_ATTRIBUTE`` deletes it."""
     keys: dict[str, tuple[Any, int]] = vars(part)[SET_LATER]
     number = keys[name][1] + 1 if name in keys else 0
     keys[name] = constant_key(value) if isinstance(value, _CONSTANT_TYPES) else (type(value), number), number
@@ -123,10 +116,8 @@ def _drop_removed_hooks(part: nn.Module) -> None:
 def hooks_during_trace(
     model: nn.Module, parts: Mapping[str, nn.Module], tensors: Mapping[int, Tensor], own_hooks: bool
 ) -> Iterator[None]:
-    """Inside, modules of ``model`` have their parts' hooks and later attributes. ``tensors``: its own, by part id.
-
-    The model itself has no hooks unless ``own_hooks``.
-    """
+    """Inside, modules of ``model`` (itself only if ``own_hooks``) have their parts' hooks and later
+    attributes. ``tensors``: its own, by part id."""
     modules = dict(model.named_modules())
     memo = {**{id(parts[path]): m for path, m in modules.items() if path in parts}, **tensors}
     before = {path: {kind: vars(m)[kind] for kind in (*HOOK_KINDS, *HOOK_FLAGS)} for path, m in modules.items()}

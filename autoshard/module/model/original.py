@@ -176,11 +176,9 @@ def _tensor_signature(tensor: Tensor) -> Any:
 
 
 class OriginalModel:
-    """``model``, and the modules and tensors that represent it in the sharded module.
-
-    Programs are captured from ``model`` with the modes of ``parts``. Once it is a skeleton, capture
-    takes types and requires_grad from the tensors in ``slots``. So both may change between calls.
-    """
+    """``model``, and the modules and tensors that represent it in the sharded module. Programs are
+    captured from it with the modes of ``parts`` and, once it is a skeleton, the types of
+    ``slots``' tensors: both may change."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -348,10 +346,8 @@ class OriginalModel:
         return self._states[0][1]
 
     def seen(self, form: Callable[[Tensor], tuple[Any, ...]]) -> TensorSnapshot:
-        """The snapshot of the tensors; in most calls the previous object, unchanged.
-
-        Raises :class:`CaptureError` for removed or untied tensors.
-        """
+        """The snapshot of the tensors; in most calls the previous object, unchanged. Raises
+        :class:`CaptureError` for removed or untied tensors."""
         known = self._seen
         if known is None or len(known.looks) != len(self.slots) + len(self.elsewhere) or not known.is_current():
             held = self.held()
@@ -441,9 +437,7 @@ class OriginalModel:
     @contextlib.contextmanager
     def as_it_is(self, check: Callable[[str, Tensor], None], whole: Callable[[str], Tensor]) -> Iterator[nn.Module]:
         """The model for capture with present modes; once adopted, with present types and flags.
-
-        ``check(name, tensor)`` raises if unusable; ``whole(name)``: values of small buffers.
-        """
+        ``check(name, tensor)`` raises if unusable; ``whole(name)``: values of small buffers."""
         if self.adopted:
             self._follow(check)
         buffers = dict(self.model.named_buffers()) if self.adopted else {}
@@ -479,10 +473,8 @@ class OriginalModel:
 
     @contextlib.contextmanager
     def users_own(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the user's modules are those of ``model``, a copy, and tensors lead to its own.
-
-        A forward may reach them by a global.
-        """
+        """Inside, the user's modules, which a forward may reach by a global, are those of
+        ``model``, a copy, and lead to its tensors."""
         given = {name: x for name, of in self.taken_from.items() if (x := of()) is not None} if self.adopted else {}
         modules = {path: m for path, m in model.named_modules(remove_duplicate=False) if path in given}
         held = [(x, vars(x)) for x in given.values() if isinstance(x, nn.Module)]
@@ -547,10 +539,8 @@ def non_persistent_buffers(model: nn.Module) -> set[str]:
 
 
 def meta_skeleton(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` with meta parameters and buffers; ties are kept.
-
-    Other tensors are shared, and so are plain objects that hold none: later captures see writes to them.
-    """
+    """A copy of ``model`` with meta parameters and buffers, ties kept. Other tensors are shared,
+    and so are plain objects that hold none: later captures see writes to them."""
     memo: dict[int, Any] = {**plain_memo(model), id(recording_of(model)): None}
     for p in model.parameters():
         memo[id(p)] = meta_parameter(p)
@@ -577,10 +567,8 @@ def meta_skeleton(model: nn.Module) -> nn.Module:
 
 
 def computed_attributes(model: nn.Module) -> list[Tensor]:
-    """Tensor attributes that are no leaves (old weight norm) or share a parameter's memory.
-
-    ``copy.deepcopy`` refuses the former.
-    """
+    """Tensor attributes that are no leaves (old weight norm; ``copy.deepcopy`` refuses them) or
+    share a parameter's memory."""
     attributes = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
     parameters = storages_of(model.parameters())
     return [x for x in attributes if not x.is_leaf or not parameters.isdisjoint(storages_of([x]))]

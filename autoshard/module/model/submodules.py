@@ -227,10 +227,8 @@ def _refuse_change(what: str) -> NoReturn:
 
 
 def sharded_submodules(model: nn.Module) -> dict[str, ShardedSubmodule]:
-    """Module path → part; a module with two paths has one part.
-
-    Parts have the modes and attributes of the originals, and no tensors yet.
-    """
+    """Module path → part, without tensors yet; a module with two paths has one part, with its modes
+    and attributes."""
     classes: dict[type, type[ShardedSubmodule]] = {}
     made: dict[int, ShardedSubmodule] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -289,10 +287,8 @@ def derive_class(base: type[DerivedT], kind: type[nn.Module], names: Mapping[str
 
 
 def kept_attributes(module: nn.Module) -> dict[str, Any]:
-    """Plain attributes and configurations that the module's own methods read.
-
-    Nothing that may hold weights: those would be stale.
-    """
+    """Plain attributes and configurations that the module's own methods read; none that may hold
+    weights, which would be stale."""
     keys = {"_keys"} if isinstance(module, nn.ParameterDict) else set()  # even if empty
     return {n: x for n, x in vars(module).items() if n not in _INTERNAL and (n in keys or _is_kept_attribute(x))}
 
@@ -348,10 +344,8 @@ def _is_plain_constant(value: Any) -> bool:
 
 
 def sharded_class(base: type[Any], kind: type[nn.Module], root: type[Any]) -> type[Any]:
-    """A subclass of ``base`` and ``kind`` with the forward signature of ``kind``, or ``base``.
-
-    ``root``: our base class. ``base`` is returned if attribute names clash.
-    """
+    """A subclass of ``base`` and ``kind`` with the forward signature of ``kind``, or ``base`` if
+    attribute names clash. ``root``: our base class."""
     ours = [c for c in base.__mro__ if issubclass(c, root)]
     if any(hasattr(kind, name) for c in ours for name in vars(c).get("__annotations__", ())):
         return base  # attributes of ours have another meaning there

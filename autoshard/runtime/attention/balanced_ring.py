@@ -44,9 +44,8 @@ class _BalancedRing:
         other: Callable[[HelperShare, Tensors], Tensors],
         take: Callable[[HelperShare, Tensors], None],
     ) -> Generator[Hop, Arrival, None]:
-        """Run all steps. ``own`` computes this rank's tile, ``other`` a share with what arrived.
-
-        ``other`` returns what to send back for it, and ``take`` receives that of other ranks."""
+        """Run all steps: ``own`` computes this rank's tile, ``other`` a share, which ``take``
+        receives on its rank."""
         steps, behind = range(len(self.steps)), None
         arrival = (yield self.there(0)) if steps else None
         own()

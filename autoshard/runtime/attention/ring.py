@@ -50,20 +50,17 @@ def ring_attention(
 def gathered_attention(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, attn_mask: OrNone = None, sinks: OrNone = None
 ) -> Tensor:
-    """:func:`ring_attention` with KV all-gathered in ``spec.pieces`` head chunks: S → S.
-
-    While one chunk is computed, the next is gathered (:mod:`~autoshard.runtime.attention.head_chunks`).
-    Operands without a head or batch dim have one chunk there. Zigzag order: queries alone are
-    swapped; each rank brings gathered keys that are in that order into sequence order."""
+    """:func:`ring_attention` with KV all-gathered in ``spec.pieces`` head chunks, each while the
+    one before is computed (one chunk without a head or batch dim): S → S. In zigzag order
+    queries alone are swapped; gathered keys are brought into sequence order."""
     return _tiled_attention((query, key, value, sinks), spec, attn_mask, chunked_forward, chunked_backward)
 
 
 def banded_rows(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, attn_mask: OrNone = None, sinks: OrNone = None
 ) -> Tensor:
-    """:func:`ring_attention` with replicated keys and values: only queries may be sharded.
-
-    The zigzag order is theirs alone. ``attn_mask`` is sharded by its rows if it has any."""
+    """:func:`ring_attention` with replicated keys and values: only queries may be sharded, and in
+    zigzag order. ``attn_mask`` is sharded by its rows if it has any."""
     return _tiled_attention((query, key, value, sinks), spec, attn_mask, ring_forward, ring_backward)
 
 

@@ -88,11 +88,9 @@ class AttentionSpec:
 @lru_cache(maxsize=1024)
 def rank_spans(size: int, ranks: tuple[int, ...], folded: bool) -> tuple[Chunks, ...]:
     """Per rank of a ring over axes of these sizes: its intervals of a sequence of ``size``.
-
-    ``folded``: zigzag order. Each chunk's first half is swapped with that of the mirrored rank.
-    Under a causal mask the work of a row grows with its position, so an early and a late half give
-    all ranks equal work. The halves stay in sequence order. The late half sees more of the rank's
-    own keys, which are computed while others arrive."""
+    ``folded``: zigzag order, where each chunk's first half is swapped with the mirrored rank's:
+    under a causal mask early and late halves balance. The late half sees more of the rank's own
+    keys, while others arrive."""
     cut = chunks(size, ranks)
     if not folded:
         return tuple((c,) for c in cut)
@@ -104,10 +102,9 @@ def rank_spans(size: int, ranks: tuple[int, ...], folded: bool) -> tuple[Chunks,
 def query_and_key_spans(
     queries: int, keys: int, ranks: tuple[int, ...], folded: bool, carried: bool = False
 ) -> tuple[tuple[Chunks, ...], tuple[Chunks, ...]]:
-    """:func:`rank_spans` of queries and keys of a ring. ``keys_at_step``: both arrive in zigzag order.
-
-    With two ranks, zigzag queries alone balance the work: each rank sees all keys after one hop,
-    which begins before any tile is computed."""
+    """:func:`rank_spans` of queries and keys of a ring. ``keys_at_step``: both arrive in zigzag
+    order. With two ranks zigzag queries alone balance the work: all keys are there after one
+    hop."""
     return rank_spans(queries, ranks, folded or carried), rank_spans(
         keys, ranks, carried or (folded and math.prod(ranks) > 2)
     )
@@ -165,9 +162,8 @@ class TileGroup(NamedTuple):
 def tile_groups(
     queries: Chunks, keys: Chunks, band: Band, apart: bool = False, some: bool = False
 ) -> tuple[TileGroup, ...]:
-    """:func:`band_tiles` merged into as few kernels as possible, unless ``apart``.
-
-    Halves of zigzag order merge where they see the same keys; with their own they are one tile."""
+    """:func:`band_tiles` merged into as few kernels as possible, unless ``apart``: halves of zigzag
+    order merge where they see the same keys."""
     found = {(rows, columns): band_tiles((rows,), (columns,), band, some) for rows in queries for columns in keys}
     whole = {at for at, several in found.items() if several == [Tile(*at)]}
     aligned = {at for at, several in found.items() if several == [Tile(*at, aligned=True)]}
@@ -297,12 +293,10 @@ class HelperShare(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def helper_shares(cut: tuple[Chunks, ...]) -> tuple[tuple[HelperShare, ...], ...]:
-    """Per step and rank of a balanced ring of n: the tile besides its own diagonal tile.
-
-    In step t = 1 … n/2 a rank computes its rows over the columns of the rank t before it. The first
-    t ranks have no such columns. They help the last t: their own columns over the rows of the rank
-    t before them, modulo n. So each tile is computed once, and all ranks compute as much. For t = n
-    - t two ranks get the same tile: half each."""
+    """Per step and rank of a balanced ring of n: the tile besides its own diagonal tile. In step t
+    = 1 … n/2 a rank computes its rows over the columns of the rank t before it. The first t
+    ranks, which have none, help the last t: own columns over the rows of the rank t before,
+    modulo n. For t = n / 2 two ranks share a tile."""
     n = len(cut)
     return tuple(tuple(_helper_share(cut, rank, step) for rank in range(n)) for step in range(1, n // 2 + 1))
 

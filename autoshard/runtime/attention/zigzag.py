@@ -1,8 +1,6 @@
-"""Zigzag (load-balanced) order of a sequence dim, and the conversion from and to sequence order.
-
-In zigzag order each of n ranks holds one early and one late block, see
-:func:`~autoshard.runtime.attention.ring_geometry.rank_spans`. Operations that work position by position shard a
-tensor in zigzag order like any other. Only attention has to know the order."""
+"""Zigzag (load-balanced) order of a sequence dim
+(:func:`~autoshard.runtime.attention.ring_geometry.rank_spans`), and its conversion from and to
+sequence order. Only attention has to know it."""
 
 from __future__ import annotations
 

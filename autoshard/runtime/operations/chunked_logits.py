@@ -1,7 +1,6 @@
-"""Logits of a linear layer in chunks of the rows, and the sums of them that a cross entropy needs.
-
-A chunk's logits are freed after its sums are taken; the backward computes them once more. Rows may
-be sharded over the ranks that share the classes: then a chunk of each is gathered at a time."""
+"""Logits of a linear layer in chunks of the rows, freed after taking the sums that a cross entropy
+needs, and computed once more in the backward. Rows may be sharded over the ranks that share the
+classes: then a chunk of each is gathered at a time."""
 
 from __future__ import annotations
 
@@ -46,9 +45,8 @@ class RowChunks(NamedTuple):
         return upcast(F.linear(x, matrix, bias).to(self.dtype))
 
     def slices(self, x: Tensor) -> list[slice]:
-        """The chunks of the rows x, the longest first; as many on all ranks where these gather them.
-
-        On meta tensors that are not gathered the first only, which takes as much memory as others."""
+        """The chunks of the rows x, the longest first; as many on all ranks where these gather
+        them. On meta tensors that are not gathered only the first, as others take no more."""
         ends = [-(-len(x) * i // self.number) for i in range(self.number + 1)]
         found = [slice(*pair) for pair in itertools.pairwise(ends)]
         return found if self.axes else found[:1] if x.is_meta else [part for part in found if part.start < part.stop]

@@ -52,10 +52,9 @@ def gather_products(
 
 
 def scatter_product(x: Tensor, weight: Tensor, dim: int, axes: Axes, *, bias: Tensor | None = None) -> Tensor:
-    """``F.linear(x, weight, bias)``, summed over the ranks and sharded along ``dim``: P → S.
-
-    x [..., k], weight [n, k], bias [n] (a summand, too); ``dim``: not the last. A rank computes its
-    summand of one chunk while that of the chunk before is on its way. No second derivative."""
+    """``F.linear(x, weight, bias)``, summed over the ranks and sharded along ``dim`` (not the
+    last): P → S. x [..., k], weight [n, k], bias [n] (a summand, too). A chunk's summand is
+    computed while the chunk before is on its way. No second derivative."""
     way = _RingAxis.along(axes, x, dim, x.shape[dim])
     name = f"a product whose sums are scattered along {', '.join(way.move.axes)}"
     ahead, back = partial(_scatter_product_steps, way), partial(_scatter_product_backward, way)

@@ -103,9 +103,8 @@ DERIVATIVES: dict[str, Callable[..., Any]] = {
 
 
 def gated_products(x: Tensor, first: Tensor, second: Tensor, ends: Tensor, activation: str) -> Tensor:
-    """``(activation(gate) * up) @ second``, with [gate, up] = ``x @ first`` per group of rows.
-
-    ``x`` [s, w] in groups ending at ``ends`` [e], ``first`` [e, w, 2h], ``second`` [e, h, v]."""
+    """``(activation(gate) * up) @ second``, with [gate, up] = ``x @ first``, per group of the rows
+    x [s, w] ending at ``ends`` [e]; ``first`` [e, w, 2h], ``second`` [e, h, v]."""
     if not ends.shape[0]:
         return _gated_products_unfused(x, first, second, ends, activation)
     return _GatedProducts.apply(x, first, second, ends, activation)

@@ -165,9 +165,8 @@ def sharded_index_put(
 
 
 def sharded_grouped_mm(x: Tensor, weight: Tensor, ends: Tensor, groups: int, axes: Axes) -> Tensor:
-    """Grouped GEMM, rows [s, k] times matrices [k, n] sharded by ``axes`` → [s, n] P.
-
-    ``ends``: where each of ``groups`` groups ends; rows after the last are zero."""
+    """Grouped GEMM, rows [s, k] times matrices [k, n] sharded by ``axes`` → [s, n] P. ``ends``:
+    where each of ``groups`` groups ends; rows after the last are zero."""
     first = offset(groups, axes)
     bounds = [0, *ends.tolist()][first : first + weight.shape[0] + 1] or [0]
     parts = [x[a:b] @ w for a, b, w in zip(bounds, bounds[1:], weight, strict=False)]

@@ -273,9 +273,8 @@ def _begin_mean_divisor(
     axes: Axes,
     everywhere: Tensor | int | None,
 ) -> Callable[[], Tensor | int]:
-    """Divisor of "mean": samples of all ranks that are not ignored, weighted by their class.
-
-    Its all-reduce overlaps the loss. ``everywhere``, all targets or their number, needs none."""
+    """Divisor of "mean": weighted samples of all ranks that are not ignored. Its all-reduce
+    overlaps the loss; ``everywhere``, all targets or their number, needs none."""
     if isinstance(everywhere, int):
         return lambda: everywhere
     given = target if everywhere is None else everywhere

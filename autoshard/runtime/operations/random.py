@@ -1,7 +1,6 @@
-"""Random ops that draw what one device draws from the same seed: dropout, factories.
-
-Each op is drawn once at its global shape, and every rank takes its shard. Any layout gives the same
-values."""
+"""Random ops (dropout, factories) that draw what one device draws from the same seed: each op is
+drawn once at its global shape, and every rank takes its shard, so that values do not depend on
+layouts."""
 
 from __future__ import annotations
 
@@ -107,9 +106,8 @@ def _redraw_in_backward(draw: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def shard_seed(axes: Iterable[Axes]) -> int:
-    """A seed for this rank's shard, divided by ``axes``: a draw of the generator that ranks share, and its number.
-
-    Ranks with the same shard have the same seed; a recomputation has that of the first time."""
+    """A seed for this rank's shard, divided by ``axes``: a draw of the generator that ranks share,
+    and its number. The same on ranks with the same shard, and in a recomputation."""
     comm = current()
     drawn = comm.shared(torch.randint, (2**48, ()), {"device": "cpu"})
     index, count = comm.micro_batch
@@ -230,10 +228,9 @@ def draw_like(
     batch: int | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """This rank's shard of ``aten.op(t, *args)`` for a ``t`` of global ``shape`` with any values.
-
-    ``x``: this rank's shard of ``t``, for dtype and device. ``dims``: the axes that shard each dim.
-    ``order``: memory order of the dims of ``t``, which normal draws follow. ``batch``: see
+    """This rank's shard of ``aten.op(t, *args)`` for a ``t`` of global ``shape`` with any values,
+    and the dtype and device of ``x``. ``dims``: the axes that shard each dim. ``order``: memory
+    order of ``t``, which normal draws follow. ``batch``: see
     :func:`~autoshard.runtime.dropout`."""
 
     def fill(shape: Sequence[int]) -> Tensor:
@@ -253,7 +250,6 @@ def native_dropout(
     train: bool | None = True,
 ) -> tuple[Tensor, Tensor]:
     """``aten.native_dropout``: (result, kept mask). In training it draws for every ``p``.
-
     ``train=None`` trains, too, but torch's gradient is then the mask without the scale."""
     if train is False:
         return x, torch.ones_like(x, dtype=torch.bool)

@@ -21,9 +21,8 @@ from autoshard.runtime.transport.communicator import Axes, current
 
 
 def softmax(x: Tensor, dim: int, axes: Axes, dtype: torch.dtype | None = None) -> Tensor:
-    """``x.softmax(dim)`` with ``dim`` sharded by ``axes``: S(dim) → S(dim).
-
-    Forward: all-reduce of maxima and of sums; backward: one all-reduce of the sums' gradient."""
+    """``x.softmax(dim)`` with ``dim`` sharded by ``axes``: S(dim) → S(dim). All-reduces maxima and
+    sums, in the backward the sums' gradient."""
     exponentials, sums = _exponentials(x if dtype is None else x.to(dtype), dim, axes)[1:]
     return (exponentials / sums).to(x.dtype if dtype is None else dtype)
 
@@ -115,10 +114,8 @@ def vector_norm(
 
 
 def amax(x: Tensor, dims: ReducedDims, axes: Axes, keepdim: bool = False, nan: bool = False) -> Tensor:
-    """``x.amax(dims)``; equal maxima share the gradient. No shard may be empty.
-
-    If the maximum is NaN, all elements have gradient NaN; with ``nan`` NaN elements share it
-    (``x.max()``)."""
+    """``x.amax(dims)``; equal maxima share the gradient. No shard may be empty. If the maximum is
+    NaN, all elements have gradient NaN; with ``nan`` NaN elements share it (``x.max()``)."""
     return _sharded_amax_or_amin(x, dims, axes, keepdim, "amax", nan)
 
 
@@ -320,9 +317,8 @@ def batch_norm(
     axes: Axes,
 ) -> tuple[Tensor, ...]:
     """Training BatchNorm of x [n, c, ...] by global statistics; all dims but c may be sharded.
-
-    ``count``: elements of a channel, globally. Returns (output, mean, rstd, new running mean, new
-    running variance) like ``aten._native_batch_norm_legit_functional``."""
+    ``count``: global elements of a channel. Returns (output, mean, rstd, new running mean and
+    variance), as ``aten._native_batch_norm_legit_functional``."""
     output, mean, rstd, var = _batch_normalised(x, weight, bias, eps, count, axes)
     unbiased = var * (count / max(count - 1, 1))
     new_mean = torch.lerp(running_mean, mean.to(running_mean.dtype), momentum)

@@ -38,9 +38,8 @@ register_backward(stacked_op, _stacked_backward, _save_stacked)
 
 
 def stacked(matrices: Sequence[Tensor], parts: int = 1, owned: int | None = None) -> Tensor:
-    """:func:`stacked_op` without a copy where tensors are adjacent in memory.
-
-    ``owned``: h if this rank owns some experts, which are stacked, and no rows of the others."""
+    """:func:`stacked_op` without a copy where tensors are adjacent in memory. ``owned``: h if this
+    rank owns some experts, which are stacked, and no rows of the others."""
     length, many = owned, sum(m.shape[0] > 0 for m in matrices)
     if length is None:
         length, many = matrices[0].shape[0], len(matrices)

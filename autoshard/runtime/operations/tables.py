@@ -1,8 +1,6 @@
-"""Table-wise embedding: each table is on one owner rank, which looks up for the full batch.
-
-A rank looks up in all its tables at once, and one all-to-all carries the results (table-wise
-sharding of DLRM, Naumov et al. 2019; TorchRec, Ivchenko et al. 2022). Sizes are known: no host
-sync."""
+"""Table-wise embedding: each table's owner looks up for the full batch, in all its tables at once,
+and one all-to-all of known sizes carries the results (DLRM, Naumov et al. 2019; TorchRec,
+Ivchenko et al. 2022)."""
 
 from __future__ import annotations
 
@@ -146,10 +144,9 @@ class LookupArrival(NamedTuple):
 def lookup_exchange(
     forms: tuple[LookupForm, ...], owners: tuple[int, ...], axes: tuple[int, ...], me: int
 ) -> tuple[tuple[LookupGroup, ...], Splits, tuple[LookupArrival, ...]]:
-    """(groups, all-to-all splits, what arrives) on rank ``me`` of axes of these lengths.
-
-    One look-up serves tables of one width, dtype and number of bags; a table with padding is alone.
-    """
+    """(groups, all-to-all splits, what arrives) on rank ``me`` of axes of these lengths. One
+    look-up serves tables of one width, dtype and number of bags; a table with padding is
+    alone."""
     found: dict[Any, list[int]] = {}
     for i, form in enumerate(forms):
         key = i if form.padded else -1, form.width, form.dtype, form.bags, form.weighted

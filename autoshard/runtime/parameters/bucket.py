@@ -1,8 +1,6 @@
-"""Buckets: several tensors moved by one collective per dtype, forward and backward.
-
-A bucket has a *face* for every rank whose tensors it sees: one under torch.distributed, where a
-:class:`FlatBucket` uses one flat buffer per dtype, and all ranks in one process
-(:class:`JointBucket`). Tensors come and go as one list, face after face."""
+"""Buckets: several tensors moved by one collective per dtype, forward and backward. A bucket has a
+*face* per rank whose tensors it sees: one under torch.distributed (:class:`FlatBucket`, flat
+buffers), all in one process (:class:`JointBucket`). Tensors are one list, face after face."""
 
 from __future__ import annotations
 
@@ -446,9 +444,8 @@ class JointBucket(Bucket):
     def backward(
         self, gradients: MemberGradients, earlier: MemberGradients = (), keeps: bool = False
     ) -> tuple[Sequence[Tensor | None], list[Any], list[BeginWork]]:
-        """See :meth:`Bucket.backward`; nothing is under way afterwards.
-
-        Gradients are unsharded here, so their sum is free: a deferred sum is only not logged."""
+        """See :meth:`Bucket.backward`; nothing is under way afterwards. Gradients are unsharded
+        here, so their sum is free: a deferred sum is only not logged."""
         waits, gradients = self.deferred, _cast_all(gradients, self.dtypes.backward)
         out = self._execute([m.backward() for m in self.moves], gradients, "backward", waits and not self.replicas)
         if self.replicas:
@@ -488,7 +485,6 @@ def move_bucketed(
     dtypes: Dtypes = OWN_DTYPES,
 ) -> BucketTensors:
     """Every tensor moved: ``through(bucket, tensors)``, with all faces' tensors in one process.
-
     ``what``: the caller's name, for errors. Other arguments: see :class:`Bucket`."""
     comm = current()
     module = with_module(moves[0], always=isinstance(comm, TorchCommunicator)).module

@@ -1,8 +1,7 @@
-"""Coalesced collectives: small messages that are ready together share one, forward and backward.
-
-Each function does to several tensors what its namesake in
-:mod:`autoshard.runtime.operations.collectives` does to one; ``dims`` and ``sizes`` have an entry
-per tensor. There is one message per dtype. The backward leaves out tensors without a gradient."""
+"""Coalesced collectives: small messages that are ready together share one per dtype, forward and
+backward. Each function does to several tensors what its namesake in
+:mod:`autoshard.runtime.operations.collectives` does to one. The backward leaves out tensors
+without a gradient."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""Split backward (zero bubble): the operand's gradient at once, the weight's gradient later.
-
-A zero-bubble schedule (Qi et al., arXiv:2401.10241) sends the gradient of a stage's input as soon
-as possible and computes weight gradients where it would wait. While :attr:`Communicator.later` is a
-list, a product is an autograd node between its result and its operand, without the weight. Its
-backward gives dX and appends a second node to the list. That node's backward gives dW, and autograd
-does the rest (casts, reductions). Else these are torch's ops."""
+"""Split backward (zero bubble, Qi et al., arXiv:2401.10241): the operand's gradient at once, the
+weight's gradient where the schedule would wait. While :attr:`Communicator.later` is a list, a
+product is an autograd node without the weight; its backward gives dX and appends a second node,
+whose backward gives dW. Else these are torch's ops."""
 
 from __future__ import annotations
 

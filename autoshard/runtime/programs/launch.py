@@ -1,7 +1,5 @@
-"""Run a saved directory: ``torchrun … rank_module.py``, or all ranks in one process.
-
-``step.json`` lists the micro-batches and stages of the saved step; without that file there is one
-of each."""
+"""Run a saved directory: ``torchrun … rank_module.py``, or all ranks in one process. ``step.json``
+lists the micro-batches and stages; without it there is one of each."""
 
 from __future__ import annotations
 

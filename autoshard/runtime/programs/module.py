@@ -14,9 +14,8 @@ from autoshard.runtime.parameters.recompute import dropping_recomputable
 
 
 class ModuleTree(nn.Module):
-    """A node of the module tree. Names that are no identifiers are items: ``self.layers[0]``.
-
-    ``self.layers[2:5]``: a list of numbered children, over which a scope can be iterated."""
+    """A node of the module tree. Names that are no identifiers are items: ``self.layers[0]``;
+    ``self.layers[2:5]`` is a list of numbered children, over which a scope can be iterated."""
 
     def __getitem__(self, name: int | str | slice) -> Any:
         if isinstance(name, slice):

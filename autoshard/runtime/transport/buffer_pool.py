@@ -1,8 +1,6 @@
-"""Flat communication buffers: dtypes backends can send, packing, a pool on CPUs.
-
-A CPU allocator returns large buffers to the system when they are freed, and the system clears every
-page of the next one. That takes longer than the copies into it, so buffers are reused in the next
-step. Devices have caching allocators."""
+"""Flat communication buffers: dtypes backends can send, packing, a pool on CPUs, whose allocator
+returns large buffers to the system. Clearing new pages takes longer than the copies, so buffers
+are reused in the next step."""
 
 from __future__ import annotations
 
@@ -130,9 +128,8 @@ class BufferPool:
         """(shapes, dtype) → buffers, least recently taken first"""
 
     def take(self, like: Tensor, shapes: BufferShapes, dtype: torch.dtype, call: int) -> tuple[Tensor, list[Tensor]]:
-        """A flat buffer on the device of ``like``, uninitialised, and views of ``shapes`` in it.
-
-        ``call``: the number of the current call."""
+        """An uninitialised flat buffer on the device of ``like``, and views of ``shapes`` in it.
+        ``call``: the current call's number."""
         if not is_pooled(like, shapes, dtype):
             buffer = like.new_empty(sum(map(torch.Size.numel, shapes)), dtype=dtype)
             return buffer, buffer_views(buffer, shapes)

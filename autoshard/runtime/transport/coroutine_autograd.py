@@ -1,7 +1,6 @@
-"""Per-rank coroutines as autograd functions: one for the forward, one for the backward.
-
-The backward needs all ranks at once, so the journeys of a process are one autograd node. Another
-node on each rank saves what its backward needs, where this rank's saved-tensor hooks apply."""
+"""Per-rank coroutines as autograd functions. The backward needs all ranks at once, so a process's
+journeys are one node; one more per rank saves what its backward needs, under this rank's
+saved-tensor hooks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""A move: one tensor from one placement to another along a group of mesh axes; its adjoint.
-
-The table of the layout algebra, for what runs and for what is planned. The gradient of ``X → Y`` is
-``dual(Y) → dual(X)``, with ``dual``: S ↔ S, I ↔ I, R ↔ P. So the backward of every move is a move."""
+"""A move: one tensor from one placement to another along a group of mesh axes; its adjoint. The
+gradient of ``X → Y`` is ``dual(Y) → dual(X)``, with ``dual``: S ↔ S, I ↔ I, R ↔ P. So the
+backward of every move is a move."""
 
 from __future__ import annotations
 
@@ -101,9 +100,8 @@ def dual(source: str, target: str) -> tuple[str, str]:
 
 
 def ring_volume(verb: str, ranks: int) -> int:
-    """Elements that each rank sends in a ring algorithm, in units of chunk size / ``ranks``.
-
-    All-reduce: 2(n-1)/n of the full tensor; permute: one chunk; other collectives: n-1 chunks."""
+    """Elements that each rank sends in a ring algorithm, in units of chunk size / ``ranks``:
+    2(n-1)/n of the full tensor in an all-reduce, one chunk in a permute, else n-1 chunks."""
     if verb == "all_reduce":
         return 2 * (ranks - 1)
     if verb == "permute":
@@ -205,10 +203,9 @@ class Move(NamedTuple):
         return ring_volume(self.verb, ranks) * self._longest_bytes(x, ranks) / ranks
 
     def payload_bytes(self, x: Tensor, ranks: int, phase: str) -> float:
-        """Bytes of the operand of an all-reduce, of an unsharded tensor otherwise, or of a received halo.
-
-        Rows that are sent by ``splits`` count once, as if every rank sent as many: those of results,
-        which arrive in the forward and whose gradients are sent in the backward."""
+        """Bytes of the operand of an all-reduce, of an unsharded tensor otherwise, or of a received
+        halo. Rows sent by ``splits`` count once, as results, whose gradients are sent in the
+        backward."""
         if self.splits is not None:
             rows = sum(self.splits.received if phase == "forward" else self.splits.sent)
             return float(rows * math.prod(x.shape[1:]) * x.element_size())

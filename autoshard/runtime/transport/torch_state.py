@@ -36,9 +36,8 @@ def without_autocast() -> Iterator[None]:
 
 
 def generator_states(cuda: bool | None = None) -> list[Tensor]:
-    """States (CPU tensors) of the CPU generator and, if ``cuda``, the current GPU's.
-
-    ``cuda=None``: if CUDA is initialised. No device sync."""
+    """States (CPU tensors) of the CPU generator and, if ``cuda`` (None: if initialised), the
+    current GPU's. No sync."""
     cuda = torch.cuda.is_initialized() if cuda is None else cuda
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
 

@@ -27,8 +27,7 @@ def _split_interval(start: int, length: int, ranks: int) -> list[Interval]:
 
 
 class Window(NamedTuple):
-    """Result o reads operand positions o·stride - padding + k·dilation for 0 ≤ k < kernel.
-
+    """Result o reads operand positions o·stride - padding + k·dilation for 0 ≤ k < kernel;
     ``transposed``: operand i adds to the results i·stride - padding + k·dilation."""
 
     kernel: int = 1

@@ -50,10 +50,8 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
 
 
 def in_signature_order(forward: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments in the order of ``forward``'s signature: equal calls then flatten equally.
-
-    Entries of ``**kwargs`` come last in the given order, which the forward may read.
-    """
+    """Keyword arguments in the order of ``forward``'s signature, so that equal calls flatten
+    equally; entries of ``**kwargs`` come last, in the given order, which a forward may read."""
     if len(kwargs) < 2:
         return kwargs
     names = _parameter_names(getattr(forward, "__func__", forward))
@@ -103,11 +101,9 @@ def _is_unregistered(leaf: Any) -> bool:
 
 
 def register_types(tree: Any) -> None:
-    """Register the class of every object in ``tree`` that holds tensors and is unknown to pytree.
-
-    Attributes with tensors become children, other attributes are constants of the structure.
-    An empty KV cache of transformers is registered, too: the forward fills and returns it.
-    """
+    """Register with pytree the class of every object in ``tree`` that holds tensors, and empty KV
+    caches of transformers. Attributes with tensors become children, others constants of the
+    structure."""
     for leaf in pytree.tree_leaves(tree):
         if _is_unregistered(leaf):
             if type(leaf) not in pytree.SUPPORTED_NODES:
@@ -116,10 +112,8 @@ def register_types(tree: Any) -> None:
 
 
 def check_output_objects(output: Any, given: Collection[int]) -> None:
-    """Refuse modules, and functions and methods that hold tensors or modules, in an output: they are the trace's.
-
-    ``given``: ids of objects among the arguments, which may be returned.
-    """
+    """Refuse modules, and functions that hold tensors or modules, in an output: they are the
+    trace's. ``given``: ids of objects among the arguments, which may be returned."""
     inside = [x for x in reachable_objects([output], given) if id(x) not in given]
     for x in inside:
         held = reachable_objects([x], given) if isinstance(x, (*_OPAQUE_TYPES, functools.partial)) else ()

@@ -1,9 +1,6 @@
-"""Snapshots of a model's attributes: contents of containers, tensors in plain attributes.
-
-Tensors in plain attributes are constants of the graph unless the forward writes or replaces them
-(caches, states). A trace loses such writes, so the model is traced again with these tensors
-registered as buffers.
-"""
+"""Snapshots of a model's attributes: contents of containers, tensors in plain attributes. The
+latter are constants of the graph unless the forward writes or replaces them (caches, states);
+then the model is traced again with them as buffers."""
 
 from __future__ import annotations
 
@@ -40,10 +37,8 @@ ITERATOR_MODULES = ("builtins", "itertools", "_collections")
 
 
 def items_or_attributes(x: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
-    """A copy of a container's items or an object's attributes; None for anything else.
-
-    Methods of user classes are bypassed: ``__iter__`` or ``__len__`` may raise, or return tensors.
-    """
+    """A copy of a container's items or an object's attributes, else None. Bypasses methods of user
+    classes."""
     if type(x) is dict:  # most common
         return x.copy()
     if type(x) in _VALUE_TYPES or isinstance(x, Tensor | nn.Module | type | ModuleType):
@@ -190,9 +185,7 @@ def restore_snapshot(contents: ContentsSnapshot) -> None:
 
 def replace_in_attributes(model: nn.Module, by: Mapping[int, Any], opaque: tuple[type, ...] = ()) -> None:
     """Replace tensors and modules in attributes of the model's modules, also ids used as keys.
-
-    ``by``: id → replacement. So a forward finds entries that it looks up by identity. ``opaque``: objects to leave.
-    """
+    ``by``: id → replacement; ``opaque``: objects to leave."""
 
     def now(x: Any) -> Any:
         if type(x) in (tuple, frozenset):
@@ -260,11 +253,10 @@ def plain_tensors(model: nn.Module) -> PlainTensors:
 
 
 def check_attribute_writes(model: nn.Module, before: PlainTensors, parameters: Collection[StorageWeakRef] = ()) -> None:
-    """Raise :class:`AttributeWriteError` if a tensor of ``before`` was written or replaced since.
-
-    A replacement of another dtype is no state, nor is one of a tensor in memory of ``parameters``
-    (torch's first ``spectral_norm``). The second-call check shows whether the next call reads it.
-    """
+    """Raise :class:`AttributeWriteError` if a tensor of ``before`` was written or replaced since. A
+    replacement of another dtype, or in memory of ``parameters`` (torch's first
+    ``spectral_norm``), is no state; the second-call check shows whether the next call reads
+    it."""
     written = []
     for name, (tensor, version) in before.items():
         now = attribute_or_none(model, name)

@@ -1,14 +1,10 @@
-"""Symbolic shapes: dynamic lengths of inputs, data-dependent sizes and numbers.
+"""Symbolic shapes: dynamic lengths of inputs, data-dependent sizes and numbers. Dynamic lengths
+(export's backed symbols) get names of our own, by argument and dim. Length 1 broadcasts, so the
+graph of a longer example serves it only if both graphs agree at 1.
 
-Dynamic lengths (export's backed symbols) get names of our own, by argument and dim. An example of
-length 1 fixes that length, since it broadcasts; the graph of a longer example serves it if both
-graphs agree at 1.
-
-No dim of data-dependent length (an unbacked symbol) is ever sharded. A number read from a tensor is
-a plain Python number between nodes. Generated code reads both at run time; cost models use an
-estimate. All ranks agree on them: such a number comes from a replicated value, which one collective
-or equal ops on equal operands give on every rank.
-"""
+Dims of data-dependent length (unbacked symbols) are never sharded. Numbers read from tensors are
+plain Python numbers between nodes: generated code reads them at run time, cost models use an
+estimate. All ranks agree on them, since they come from replicated values."""
 
 from __future__ import annotations
 
@@ -201,11 +197,9 @@ def shapes_for_export(inputs: Iterable[DynamicInput]) -> ShapesCollection:
 
 
 class ExportedLengths:
-    """Export's symbols as expressions of our own symbols.
-
-    Equal lengths at the same dim of two inputs share one symbol unless the user names them: ids and
-    labels have one batch. A call with different lengths there is compiled separately.
-    """
+    """Export's symbols as expressions of our own symbols. Equal lengths at the same dim of two
+    inputs share one unless the user names them; a call where they differ is compiled
+    separately."""
 
     def __init__(self, inputs: Mapping[str, tuple[DynamicInput, Tensor]]) -> None:
         """``inputs``: name in the graph → (the example's tensor, export's fake tensor)."""

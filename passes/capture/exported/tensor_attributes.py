@@ -1,8 +1,5 @@
-"""User attributes on parameters and buffers, and user subclasses of them.
-
-Optimizers group by them (``p._no_weight_decay``, ``isinstance(p, ManifoldParameter)``), forwards
-read them (``self.weight.infshape``).
-"""
+"""User attributes on parameters and buffers, and user subclasses of them. Optimizers group by them
+(``p._no_weight_decay``, ``isinstance(p, ManifoldParameter)``), forwards read them."""
 
 from __future__ import annotations
 

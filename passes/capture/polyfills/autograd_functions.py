@@ -1,10 +1,7 @@
-"""Custom ``autograd.Function`` in a trace, which would keep the forward and drop the backward.
-
-A function becomes an op that runs its forward and backward on unsharded tensors. In libraries the
-backward is often the plain derivative of the forward (hand-written activations). Library functions
-are tested on random numbers, and traced through if both agree. For a user's own function, such a
-test is no proof.
-"""
+"""Custom ``autograd.Function`` in a trace, which would keep the forward and drop the backward. It
+becomes an op that runs both on unsharded tensors. Library functions are mostly plain
+derivatives: they are traced through where a test on random numbers agrees. For a user's own
+function that is no proof."""
 
 from __future__ import annotations
 
@@ -239,10 +236,8 @@ def _torch_apply(function: Any, args: Sequence[Any]) -> Any:
 
 
 def _random_arguments(args: Sequence[Any]) -> list[Any]:
-    """``args`` with random tensors in place of traced ones; keeps the global generator.
-
-    If one is too large, all are shrunk, equal lengths alike.
-    """
+    """``args`` with random tensors in place of traced ones, all shrunk if one is too large; keeps
+    the generator."""
     generator, lengths = torch.Generator().manual_seed(0), dict[int, int]()
 
     def shape_of(a: Tensor) -> tuple[int, ...]:

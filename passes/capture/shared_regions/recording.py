@@ -1,9 +1,6 @@
-"""Recordings of a region's calls to torch, and the marker ops that stand for the region in a trace.
-
-An equal module runs its own Python on tensors without data. Each of its calls must match the
-recording, and gets the recorded result. So nothing is assumed about attributes, globals, closures
-or hooks: a difference in them shows in the calls.
-"""
+"""Recordings of a region's calls to torch, and marker ops that stand for the region in a trace. An
+equal module runs its Python on tensors without data; each call must match the recording. So a
+difference in attributes, globals, closures or hooks shows in the calls."""
 
 from __future__ import annotations
 

@@ -1,15 +1,11 @@
-"""Tensor values known in a trace: constant folding and integer specialization.
+"""Tensor values known in a trace. *Constant folding*: a tensor made by a factory or from a small
+buffer is computed when the forward asks for it (``if mask.any()``). *Integer specialization*: if
+a size or branch depends on integer inputs (edges of a graph, sequence lengths), the trace takes
+answers and sizes from the example's. Floating-point inputs and random values never specialize.
 
-Constant folding: a tensor made by a factory (``torch.ones``) or from a small buffer is computed
-when the forward asks for it (``if mask.any()``, ``F.pad(x, (padding, 0))``). Integer
-specialization: if a size or branch depends on integer inputs (edges of a graph, sequence lengths),
-the trace carries the example's integers and takes answers and sizes from them. Floating-point
-inputs and random values never specialize a program.
-
-A guard checks each answer that rests on a buffer or an input. A call that fails one gets its own
-program. The two stores stay separate: values of fake tensors do not record their origin, which
-decides about guards, and they are computed even if unused.
-"""
+A guard checks each answer that rests on a buffer or an input; a call that fails one gets its own
+program. The stores are separate: values of fake tensors do not record their origin, and are
+computed even if unused."""
 
 from __future__ import annotations
 
@@ -99,10 +95,8 @@ class IntegerSpecialization(Observer):
                 x.real_tensor = value
 
     def after(self, call: ObservedCall, result: Any) -> Any:
-        """``result`` with known data-dependent lengths made static.
-
-        Results that share memory with an operand stay: the guard copies, and writes would be lost.
-        """
+        """``result`` with known data-dependent lengths made static, except results in an operand's
+        memory: the guard copies, and writes would be lost."""
         operands = {storage_id(x) for x in call.operands}
         return pytree.tree_map_only(Tensor, lambda x: x if storage_id(x) in operands else _with_fixed_sizes(x), result)
 
@@ -120,10 +114,8 @@ def concrete_value(tensor: Tensor) -> Tensor | None:
 
 
 def _drop_stale_values(func: Any, args: Any, kwargs: Any) -> bool:
-    """Invalidate values of tensors that share memory with one overwritten by unknown values.
-
-    Returns whether the call's results can be computed from known values.
-    """
+    """Invalidate values in memory that unknown values overwrote. Returns whether the call's results
+    are known."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
     for x in tensors:
         x.real_tensor = concrete_value(x)
@@ -269,10 +261,8 @@ class ConstantFolding(Observer):
             del self.made[x]
 
     def value(self, tensor: Tensor) -> ObserverAnswer | None:
-        """The value of a one-element tensor; guarded if it comes from a buffer or input.
-
-        From a buffer that the forward writes, only bools: each number would need its own program.
-        """
+        """The value of a one-element tensor; guarded if it comes from a buffer or input. From a
+        buffer that the forward writes, only bools: each number would need its own program."""
         if (made := self.made.get(tensor)) is not None and not (made.is_written_to and tensor.dtype != torch.bool):
             with _untraced_eager():
                 value = made.compute()
@@ -292,10 +282,8 @@ class ConstantFolding(Observer):
             return replace(known, value=call.func(known.value))
 
     def _plain(self, tree: Any, in_size: bool) -> Any:
-        """``tree`` with known scalar integer tensors replaced by numbers.
-
-        Integer inputs are replaced only if they decide a size: in slices, or all if ``in_size``.
-        """
+        """``tree`` with known scalar integer tensors as numbers; those of inputs only if they
+        decide a size: in slices, or all if ``in_size``."""
 
         def number(x: Any, in_slice: bool = in_size) -> Any:
             if isinstance(x, slice):

@@ -293,9 +293,7 @@ def _for_statement_frame(found: FrameType | None) -> FrameType:
 
 def _check_loop_body(frame: FrameType, from_tolist: bool) -> None:
     """Refuse a loop that is no plain ``for``, may exit early, or assigns values read after it.
-
-    ``frame`` is about to iterate or, if ``from_tolist``, to evaluate the iterable.
-    """
+    ``frame`` is about to iterate or, if ``from_tolist``, to evaluate the iterable."""
     now, code = frame.f_lasti, dis.get_instructions(frame.f_code)
     begin = next(i for i in code if (i.offset > now if from_tolist else i.offset == now))
     try:

@@ -1,13 +1,7 @@
-"""Python scalars of tensors in a trace: ``int(tensor)``, ``float(tensor)`` and ``bool(tensor)``.
-
-``int`` and ``float`` must return plain numbers, which a trace does not know. The calling function
-is traced again with an ``int`` and a ``float`` that call ``item()``, so that the number stays
-symbolic.
-
-``bool`` is answered where one branch handles errors: argument checks that raise (``if labels.max()
->= n: raise``, ``assert``), and tests for overflow (``if not torch.isfinite(x).all()``). A guard in
-the graph checks the answer.
-"""
+"""Python scalars of tensors in a trace. ``int`` and ``float`` must return plain numbers, so the
+calling function is traced again with ``item()``, which stays symbolic. ``bool`` is answered,
+with a guard in the graph, where one branch handles errors: checks that raise, and tests for
+overflow (``if not torch.isfinite(x).all()``)."""
 
 from __future__ import annotations
 
@@ -167,10 +161,8 @@ _LOGICAL_AND = (
 
 
 class TruthValues(Observer):
-    """Tracks tests for inf and NaN through a trace, and answers ``bool(tensor)``.
-
-    Not in ``loops`` of unknown length, where the guard would apply to every iteration.
-    """
+    """Tracks tests for inf and NaN through a trace, and answers ``bool(tensor)``; not in ``loops``
+    of unknown length, where the guard would apply to every iteration."""
 
     def __init__(self, loops: NonzeroLoops) -> None:
         self.loops = loops
@@ -238,10 +230,8 @@ def _guard_all(kind: type, condition: Tensor, message: Callable[[], str] | None 
 
 
 def _truth_of_number(number: torch.SymBool, frame: FrameType) -> ObserverAnswer | None:
-    """The answer to ``bool(number)`` of a data-dependent number, with a guard.
-
-    Comparisons of a length with 0, 1 or 2 are answered as for a long one.
-    """
+    """The guarded answer to ``bool(number)`` of a data-dependent number; lengths compared with 0, 1
+    or 2 count as long."""
     if get_proxy_mode() is None:  # inside an op: the graph would miss the guard
         return None
     if (wanted := truth_without_raise(frame)) is not None:

@@ -1,11 +1,8 @@
-"""Attention masks as functions of positions: causal, sliding window, ALiBi, packed documents.
-
-Models build masks as tensors [queries, keys], often out of ``arange``, and combine them with
-masks that depend on the data, such as padding. A mask that is a function of positions becomes a
-band (causal or sliding window) of ``banded`` attention, and no mask tensor is needed. Linear
-biases (ALiBi) become slopes, document masks become document ids. A data-dependent rest stays a
-tensor. Key and value heads that were repeated for grouped-query attention are shared again
-(``enable_gqa``)."""
+"""Attention masks as functions of positions: causal, sliding window, ALiBi, packed documents. Masks
+are built as tensors [queries, keys], out of ``arange`` and of data such as padding. A function
+of positions becomes a band of ``banded`` attention, linear biases (ALiBi) slopes, document masks
+ids; a data-dependent rest stays a tensor. Key and value heads repeated for grouped-query
+attention are shared again (``enable_gqa``)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Attention patterns: products around a softmax become one scaled dot product attention.
-
-The fused operation keeps no [queries, keys] matrix for the backward, and has the sharding rules
-of attention: by heads, ring attention, masks by position. Where keys and values differ in head
+"""Attention patterns: products around a softmax become one scaled dot product attention, which
+keeps no [queries, keys] matrix and has its sharding rules. Where keys and values differ in head
 dim, zeros pad the narrower, so that fused kernels apply."""
 
 from __future__ import annotations
@@ -359,11 +357,9 @@ class MatchedAttention(NamedTuple):
 
 
 def fuse_attention(graph: Graph) -> Graph:
-    """``graph`` with matched attention patterns as :data:`SDPA` or banded attention.
-
-    Unchanged if an input requires a gradient: forces and gradient penalties may differentiate
-    twice, and fused attention has no second derivative.
-    """
+    """``graph`` with matched attention patterns as :data:`SDPA` or banded attention. Unchanged if
+    an input requires a gradient: forces may differentiate twice, which fused attention
+    cannot."""
     if any(i.kind == "input" and graph.types[i.name].grad for i in graph.inputs):
         return graph
     scores = ScoreMatcher(graph)

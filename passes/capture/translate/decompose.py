@@ -1,8 +1,6 @@
-"""Decompositions: ops without a sharding rule become ops that have one, as PyTorch defines them.
-
-An op with a rule stays: a linear layer or an attention shards better than its parts. Where only
-composite ops and regions of ``no_grad`` are left, they are expanded in place, without tracing the
-program again."""
+"""Decompositions: ops without a sharding rule become ops that have one, as PyTorch defines them. An
+op with a rule shards better than its parts. Composite ops and ``no_grad`` regions alone are
+expanded in place, without tracing again."""
 
 from __future__ import annotations
 
@@ -229,11 +227,9 @@ _LIFT_OPS = frozenset({aten.lift.default, aten.lift_fresh.default})
 
 
 def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The functional form of ``program``, with ops without a rule decomposed where PyTorch can.
-
-    Parts keep their module and source line. One run decomposes all, as each run traces the program
-    again. None is needed where nothing changes, or ops expand in place, except under autocast.
-    """
+    """The functional form of ``program``, with ops without a rule decomposed where PyTorch can. One
+    run decomposes all, since each traces the program again; none where nothing changes or ops
+    expand in place, except under autocast."""
     nodes = [n for m in program.graph_module.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
     for node in nodes:
         if node.target is aten.copy_.default:

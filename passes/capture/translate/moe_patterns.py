@@ -412,10 +412,9 @@ class CapacityPatterns(RoutingPatterns):
         return place
 
     def _seen(self, value: Ref, base: Ref, shifted: bool) -> tuple[list[Node], Ref]:
-        """(reshapes and permutations in order, their source) of ``value``; casts are ignored.
-
-        ``shifted``: so is the addition of a number, or of ``base``, which is 1 where it counts.
-        """
+        """(reshapes and permutations in order, their source) of ``value``; casts are ignored, as
+        are, if ``shifted``, additions of a number, or of ``base``, which is 1 where it
+        counts."""
         nodes: list[Node] = []
         while not self.alike(value, base) and (node := self.graph.producers.get(value.name)) is not None:
             if self.graph.types[value.name].dtype not in _EXACT_COUNT_DTYPES:

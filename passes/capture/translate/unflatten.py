@@ -159,10 +159,8 @@ def _build_view(build: NodeBuilder, view: _ViewChain) -> None:
 
 
 def unflatten_linears(graph: Graph) -> Graph:
-    """``graph`` with [b, s, k] → [b · s, k] @ [k, n] → [b, s, n], as in GPT-2, as one linear.
-
-    A dim b · s could be sharded along s only if b is 1.
-    """
+    """``graph`` with [b, s, k] → [b · s, k] @ [k, n] → [b, s, n] (GPT-2) as one linear; else s
+    could be sharded only if b is 1."""
     matcher, unflattened = Matcher(graph), set[str]()
 
     def linear(build: NodeBuilder, node: Node) -> bool:

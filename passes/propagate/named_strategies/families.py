@@ -130,10 +130,8 @@ class Families:
         return OpRequest(cuts, optional or not self.is_activation(node), sums=not reads_weights)
 
     def is_dependent(self, node: Node, strategy: Strategy) -> bool:
-        """Whether ``strategy`` communicates, or leaves a dim of its family unsharded.
-
-        Then it does not divide the operation into independent parts.
-        """
+        """Whether ``strategy`` communicates or leaves a dim of its family unsharded, so that the
+        operation's parts depend on each other."""
         if strategy.label in context_parallel.SEQUENCE_SHARDED:
             return True
         family, cut = self.cut(node, strategy), dict(sharded_dims_of(node, strategy))
@@ -208,9 +206,7 @@ def _feature_families(node: Node, weight: str, families: Families) -> tuple[Fami
 
 def batch_of(families: Families) -> frozenset[Family]:
     """Families of the batch: the input dim along which most work is independent, on no parameter.
-
-    Ties: dim 0 of the first input. Empty if there is none.
-    """
+    Ties: dim 0 of the first input. Empty if there is none."""
     graph = families.graph
     inputs = [i.name for i in graph.of_kind("input")]
     places: dict[Family, tuple[int, int]] = {}

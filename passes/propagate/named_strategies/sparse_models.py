@@ -37,10 +37,8 @@ def capacity_buffers(families: Families) -> dict[Family, frozenset[str]]:
 def expert_parallel_requests(
     families: Families, batch: frozenset[Family]
 ) -> tuple[dict[str, OpRequest], dict[str, frozenset[int]]]:
-    """(requests to operations, dims of experts' weights): shard the batch, and experts.
-
-    With capacity buffers instead of an experts operation, both families may be sharded.
-    """
+    """(requests to operations, dims of experts' weights): shard the batch, and experts; both
+    families without an experts operation."""
     found = expert_nodes(families)
     buffers = {} if found else capacity_buffers(families)
     # the experts' requests decide

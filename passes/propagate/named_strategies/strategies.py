@@ -110,11 +110,9 @@ class StrategyContext:
         return {n.name: families.asked(n, families.labels(n, wanted)) for n in self.graph.nodes}
 
     def by_batch(self) -> dict[str, OpRequest]:
-        """Every operation sharded along the batch where its rule allows.
-
-        Values without inputs (looked-up positions) are replicated with partial gradients: these are
-        reduced with the parameters' gradients, without a message of their own.
-        """
+        """Every operation sharded along the batch where its rule allows. Values without inputs
+        (looked-up positions) are replicated: their partial gradients are reduced with
+        parameters'."""
         families, found = self.families, self.along(self.batch)
         for node in self.graph.nodes:
             if families.from_inputs.isdisjoint(node.outputs) and _can_be_summed(node, self.graph):
@@ -258,11 +256,9 @@ STRATEGY_NAMES = (*NAMED_STRATEGIES, "hsdp")
 
 
 def resolve_like(like: Any, graph: Graph, mesh: Mesh, *, known: bool = False) -> NamedStrategy:
-    """The requests of ``like`` (a name, or styles by module; for all axes or per axis).
-
-    ``known``: styles were checked with an earlier program; they may match nothing here. Raises
-    :class:`~autoshard.errors.PlanError` for an unknown strategy.
-    """
+    """The requests of ``like`` (a name, or styles by module; for all axes or per axis). ``known``:
+    checked with an earlier program; styles may match nothing here. Raises
+    :class:`~autoshard.errors.PlanError`."""
     if like is None:
         return NamedStrategy()
     context = _strategy_context(graph)
@@ -347,10 +343,8 @@ HintConflict = tuple[str, int, bool]
 
 
 def without_hinted(expert: NamedStrategy, hinted: Mapping[str, Constraint], graph: Graph, mesh: Mesh) -> NamedStrategy:
-    """``expert`` without requests to look-ups in tables that hints place otherwise.
-
-    Raises :class:`InfeasibleStrategyError` if hints move only some experts off their owners.
-    """
+    """``expert`` without requests to look-ups in tables that hints place otherwise. Raises
+    :class:`InfeasibleStrategyError` if hints move only some experts off their owners."""
     found = tuple(_hint_conflicts(expert, hinted, graph, mesh))
     if not found:
         return expert

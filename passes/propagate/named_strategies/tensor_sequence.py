@@ -24,12 +24,10 @@ UNDIVIDED_PRODUCT_PRICE = 1e6
 
 
 def tensor_parallel_families(families: Families, found: tuple[WeightProduct, ...], ranks: int) -> frozenset[Family]:
-    """Families to shard so that each product is sharded once, by output or by input features.
-
-    A product sharded by both would gather its operand; one sharded by neither is not divided, nor
-    is work between products such as attention. The choice divides most work, then sends fewest
-    bytes: heads, hidden features and vocabulary are sharded, the residual stream is not.
-    """
+    """Families to shard so that each product is sharded once, by output or by input features: by
+    both it would gather its operand, by neither it is not divided, nor is work between products.
+    The choice divides most work, then sends fewest bytes: heads, hidden features and vocabulary,
+    not the residual stream."""
     usable = [
         f
         for f in dict.fromkeys(f for p in found for f in (p.sums, p.makes))
@@ -58,10 +56,8 @@ def tensor_parallel_families(families: Families, found: tuple[WeightProduct, ...
 def _work_between_products(
     usable: Collection[Family], found: tuple[WeightProduct, ...], families: Families
 ) -> dict[Family, float]:
-    """Work of operations that no product family divides, by the one of ``usable`` that does.
-
-    Of attention these are the heads, also if it has a parameter.
-    """
+    """Work of operations that no product family divides, by the one of ``usable`` that does; of
+    attention the heads."""
     products, between = {p.node.name for p in found if p.sums or p.makes}, defaultdict[Family, float](float)
     for node in families.graph.nodes:
         cut = {f for s in families.strategies(node) if (f := families.cut(node, s)) is not None and f in usable}
@@ -78,11 +74,9 @@ def _is_long_enough(family: Family, families: Families, ranks: int) -> bool:
 
 
 def _sent_shares(usable: list[Family], found: tuple[WeightProduct, ...], families: Families) -> list[float]:
-    """Bytes that sharding each family sends, as shares of the total.
-
-    Row-parallel: all-reduce of the result in the forward. Column-parallel: of the operand's
-    gradient in the backward, once for all products that read the operand.
-    """
+    """Bytes that sharding each family sends, as shares of the total. Row-parallel: the result's
+    all-reduce in the forward. Column-parallel: the operand's gradient's, once for all its
+    products."""
     types = families.graph.types
     sent: Counter[Family] = Counter()
     seen = set()
@@ -105,10 +99,8 @@ def _sent_shares(usable: list[Family], found: tuple[WeightProduct, ...], familie
 def megatron_sp_requests(
     families: Families, chosen: frozenset[Family], found: tuple[WeightProduct, ...], batch: frozenset[Family]
 ) -> Iterator[tuple[str, OpRequest]]:
-    """Products sharded along ``chosen``, and the sequence between pairs (Korthikanti et al. 2022).
-
-    Between pairs are operations on the stream: read by column-, written by row-parallel products.
-    """
+    """Products sharded along ``chosen``, and the sequence between pairs (Korthikanti et al. 2022):
+    on the stream, which column-parallel products read and row-parallel ones write."""
     pairs = [p for p in found if p.sums in chosen or p.makes in chosen]
     stream = {f for p in pairs for f in (p.sums, p.makes) if f is not None and f not in chosen}
     sequence = sequence_families(families, tuple(pairs), batch)

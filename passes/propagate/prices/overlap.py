@@ -127,11 +127,9 @@ def total_parts(parts: Iterable[StepParts]) -> StepParts:
 
 @cached_per_graph
 def movable_values(graph: Graph) -> frozenset[str]:
-    """Values whose redistributions overlap: parameters, and values from them alone (casts).
-
-    Not the first weight (of two dims or more), nor parameters read before it: nothing can be
-    computed before its gather, and nothing is left after its gradient to hide the reduction.
-    """
+    """Values whose redistributions overlap: parameters, and values from them alone (casts); not the
+    first matrix and what is read before it, before whose gather and after whose gradient nothing
+    is computed."""
     made_of = {name: frozenset((name,)) for name in graph.parameters}
     first: set[str] = set()
     complete = False

@@ -1,7 +1,5 @@
-"""Tensor factories and random ops: any dim of the result can be sharded.
-
-Each rank takes its slice of one random draw of global shape, so values do not depend on the layout.
-"""
+"""Tensor factories and random ops: any dim of the result can be sharded. Each rank takes its slice
+of one random draw of global shape, so values do not depend on the layout."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Losses and softmax: samples, classes or both sharded (vocabulary-parallel cross entropy).
-
-"mean" divides by the global count. Also: CTC loss by samples, and runtime functions that need full
-tensors.
-"""
+"""Losses (CTC, too) and softmax: samples, classes or both sharded (vocabulary-parallel cross
+entropy). "mean" divides by the global count. Also runtime functions that need full tensors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Reductions, scans (cumsum), counts, top-k, argmax and sort along tensor dims.
-
-Over a sharded dim the ranks combine partial results: sums stay Partial, others gather one result,
-total or candidate per rank.
-"""
+"""Reductions, scans (cumsum), counts, top-k, argmax and sort along tensor dims. Over a sharded dim
+sums stay Partial, others gather one result, total or candidate per rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Splits of a sharded dim; fused dims (q, k, v; gate and up) sharded segment by segment.
-
-A split keeps every segment sharded: ranks exchange halos. With :class:`~autoshard.layout.Grouped`
-each rank holds its chunk of every segment, and the split is local.
-"""
+"""Splits of a sharded dim (ranks exchange halos), and of fused dims (q, k, v; gate and up) sharded
+segment by segment: of a :class:`~autoshard.layout.Grouped` one the split is local."""
 
 from __future__ import annotations
 

@@ -24,9 +24,7 @@ from autoshard.passes.search.rows.stacked import Stacked
 
 def flip_nodes(problem: Stacked, slack: Array, choice: Sequence[int]) -> Choice:
     """``choice`` after moves into the hard limits at least cost, then moves of largest gain.
-
-    ``slack``: tolerated excess per row.
-    """
+    ``slack``: tolerated excess per row."""
     state = _FlipState(problem, slack, choice)
     for _ in range(int(LIMITS.max_flips_per_node * len(problem.sizes))):
         at = state.best()
