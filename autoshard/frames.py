@@ -138,5 +138,4 @@ def users_lines(stack_trace: str) -> tuple[tuple[str, int], ...]:
 
 
 def source_line(frame: FrameType) -> str:
-    """The source line of a frame."""
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()

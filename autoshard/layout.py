@@ -158,7 +158,6 @@ def from_torch_placement(placement: Any) -> Any:
 
 
 def gradient_placement(placement: Placement) -> Placement:
-    """The placement of the gradient of a value with ``placement``."""
     return P if isinstance(placement, Replicate) else R if isinstance(placement, Partial) else placement
 
 

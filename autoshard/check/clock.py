@@ -105,7 +105,6 @@ def slowest_ranks(found: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def lower_quartile(found: Sequence[float]) -> float:
-    """The lower quartile of ``found``."""
     return sorted(found)[len(found) // 4]
 
 

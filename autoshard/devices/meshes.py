@@ -131,7 +131,6 @@ class MeshSearch:
         return self._described(best.plan, own, best.plan.mesh)
 
     def _described(self, plan: Plan, assignment: Assignment, mesh: Mesh) -> Plan:
-        """``assignment`` on ``mesh``, with the options of ``plan``."""
         with record_conditions() as decided:
             program, memory = lower_and_simulate(assignment.on(mesh), self.opts.optimizer)
         found = describe_program(with_length_conditions(program, decided), self.opts.title, self.opts.optimizer, memory)

@@ -66,7 +66,6 @@ class PipelineSetup:
         return math.prod(self.rest)
 
     def of_stage(self, hardware: Hardware) -> Mesh:
-        """The mesh of one stage."""
         return Mesh({f"axis{i}": n for i, n in enumerate(self.rest)}, hardware)
 
     def mesh(self, rest: Mesh) -> Mesh:

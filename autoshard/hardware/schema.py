@@ -90,7 +90,6 @@ def to_python_numbers(value: Any) -> Any:
 
 
 def _with_path(make: Callable[[Any, str], Any], data: Any, path: str) -> Any:
-    """``make(data, path)``, with the path added to its errors."""
     try:
         return make(data, path)
     except SchemaError:

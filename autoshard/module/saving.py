@@ -64,7 +64,6 @@ def save_rank_modules(executable: Executable, held: TensorsOfRank, directory: Pa
 
 
 def _write_shards(executable: Executable, held: TensorsOfRank, directory: Path, alone: bool) -> None:
-    """Write the tensors of each rank: of all its stages."""
     trained = [i.fqn for i in executable.graph.of_kind("parameter") if executable.graph.types[i.name].grad]
     metadata = {"trained": json.dumps(trained), "mutated": json.dumps(list(executable.compiled.source.mutated))}
     parts, stages = executable.parts or (executable,), stage_ranks(executable)

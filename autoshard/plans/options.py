@@ -121,7 +121,6 @@ class CompileOptions:
         return self.plan.micro_batches if self.plan.staged is None else self.plan.staged.micro_batches
 
     def budget(self, hardware: Hardware) -> float:
-        """Memory budget of a rank in bytes."""
         return DEFAULT_BUDGET_SHARE * hardware.memory_bytes if self.memory_budget is None else self.memory_budget
 
     @property

@@ -163,7 +163,6 @@ def _module_lines(plan: Record, module: str) -> Iterator[str]:
 
 
 def _is_moved_by(c: Collective, names: Iterable[str]) -> bool:
-    """Whether ``c`` moves one of these values."""
     return not {c.value, *c.also}.isdisjoint(names)
 
 

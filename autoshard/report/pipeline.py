@@ -220,7 +220,6 @@ def stage_rows(plan: Record) -> tuple[StageRow, ...]:
 
 
 def _stages_by_rank(staged: Staged, ranks: int) -> Iterator[range]:
-    """Stage numbers per rank."""
     return (range(rank, len(staged.plans), ranks) for rank in range(ranks))
 
 

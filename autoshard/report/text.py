@@ -129,7 +129,6 @@ def shown_labels(labels: Sequence[str]) -> list[str]:
 
 
 def layer_glob(fqn: str) -> str:
-    """``fqn`` with layer numbers as ``*``."""
     return ".".join("*" if is_number(part) else part for part in fqn.split("."))
 
 

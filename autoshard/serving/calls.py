@@ -149,7 +149,6 @@ def _bound_arguments(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _first_request(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the first request."""
     leaves, spec = flatten_registered(given)
     requests, _ = _requests_and_tokens(given)
     one = [x[:1] if isinstance(x, Tensor) and x.ndim and x.shape[0] == requests else x for x in leaves]

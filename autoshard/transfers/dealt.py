@@ -113,7 +113,6 @@ class _Deal:
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of the optimizer."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         known = {id(p) for p in self.state.parameters.values()} - {id(p) for p in self.parameters.values()}

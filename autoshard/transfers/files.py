@@ -220,7 +220,6 @@ def _indexed_files(folder: Path) -> dict[str, Path] | None:
 
 
 def _header(path: Path, number: int) -> dict[str, FileTensor]:
-    """Entries of one safetensors file."""
     with as_plan_error(path, "download or save it again"):
         with safe_open(path, "pt"):  # checks offsets and lengths
             pass

@@ -361,7 +361,6 @@ _SHARDED_COLOR, _PARTIAL_COLOR, _REPLICATED_COLOR = "#cfe2ff", "#ffdcb8", "#ffff
 
 
 def dot(plan: Record) -> str:
-    """The plan in the DOT language."""
     drawn = drawing(plan)
     title = f"{plan.title or 'model'} on {plan.mesh.hardware.name}, mesh {plan.mesh}"
     lines = [

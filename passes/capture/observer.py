@@ -60,7 +60,6 @@ class ObservedCall:
         return [x for x in found if isinstance(x, Tensor)]
 
     def make(self) -> Any:
-        """Make the call."""
         return self.func(*self.args, **self.kwargs)
 
 

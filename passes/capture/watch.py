@@ -107,7 +107,6 @@ class ObserverMode(TorchFunctionMode):
             yield
 
     def begin(self, forward: TracedForward) -> None:
-        """The traced forward begins."""
         for observer in self.observers:
             observer.begin(forward)
 

@@ -82,11 +82,9 @@ class SourceFunction(SourceLine):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """See :attr:`Line.key`."""
         return *super().key, self.arguments, tuple(line.key for line in self.body), self.returned
 
     def lines(self, indent: str, mark: Callable[[str], str]) -> list[str]:
-        """See :meth:`Line.lines`."""
         arguments = [atom(a) for a in self.arguments]
         head = Expression(f"def {self.value.flat}(", arguments, "):").lines("", indent)
         head = [f"{indent}# {self.comment}", *head] if self.comment else head

@@ -75,7 +75,6 @@ def map_tree(tree: Any, f: Callable[[Any], Any]) -> Any:
 
 @cache
 def argument_names(op: OpOverload) -> tuple[str, ...]:
-    """Names of the op's arguments, in schema order."""
     return tuple(a.name for a in op._schema.arguments)
 
 
@@ -408,7 +407,6 @@ class Graph:
 
     @cached_property
     def parameters(self) -> frozenset[str]:
-        """Names of the inputs that are parameters."""
         return frozenset(i.name for i in self.of_kind("parameter"))
 
     @cached_property
@@ -461,7 +459,6 @@ class Graph:
         return any(self.types[name].grad for name in node.outputs)
 
     def shape(self, value: Ref | str) -> tuple[int, ...]:
-        """The global shape of a value."""
         return self.types[value.name if isinstance(value, Ref) else value].shape
 
     def shapes(self, values: Iterable[str]) -> tuple[tuple[int, ...], ...]:
@@ -489,7 +486,6 @@ def map_refs(tree: Any, f: Callable[[Ref], Any]) -> Any:
 
 
 def format_argument(value: Any) -> str:
-    """An argument as text."""
     if isinstance(value, tuple | list):
         return "[" + ", ".join(map(format_argument, value)) + "]"
     if isinstance(value, Mapping):

@@ -148,7 +148,6 @@ def make_size(expr: sympy.Expr, example: Mapping[sympy.Symbol, int]) -> int:
 
 
 def sympy_expression(n: int) -> sympy.Expr:
-    """A length as a sympy expression."""
     return n.expr if isinstance(n, Size) else sympy.Integer(n)
 
 
@@ -173,7 +172,6 @@ def is_always_at_least(a: sympy.Expr, least: sympy.Expr) -> bool:
 def _symbolic_result(
     a: Size, b: Any, compute: Callable[[sympy.Expr, sympy.Expr], sympy.Expr], reflected: bool = False
 ) -> Any:
-    """``compute(a, b)``; ``reflected``: ``compute(b, a)``."""
     if isinstance(b, float):
         _record_condition(sympy.Eq(a.expr, int(a)))
     if not isinstance(b, int):
@@ -319,7 +317,6 @@ def solve_symbols(symbols: Symbols, shapes: Mapping[str, Sequence[int]]) -> dict
 
 
 def evaluate_length(n: int, values: Mapping[str, int]) -> int:
-    """Length ``n`` with these ``values`` of the symbols."""
     return int(_evaluate_text(str(n), values)) if isinstance(n, Size) else n
 
 

@@ -75,7 +75,6 @@ def _is_plain_product(s: Statement) -> bool:
 
 
 def _is_product_of(s: Statement, name: str, gather: Statement) -> bool:
-    """Whether it is a product of this local, in the gather's block."""
     return _is_plain_product(s) and reads(s)[0] == name and name not in reads(s)[1:] and s.block == gather.block
 
 

@@ -63,7 +63,6 @@ def statement_name(part: Statement) -> str:
 
 
 def moment_text(s: Statement | None, phase: str) -> str:
-    """``phase`` of statement ``s`` in words."""
     if s is None:
         return "the optimizer's step" if phase == "step" else phase
     where = s.node.fqn if s.node is not None else ""
@@ -72,7 +71,6 @@ def moment_text(s: Statement | None, phase: str) -> str:
 
 
 def form_bytes(form: TensorSpec) -> int:
-    """Bytes of a contiguous tensor of this form."""
     return math.prod(form.shape) * form.dtype.itemsize
 
 

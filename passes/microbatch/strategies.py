@@ -37,7 +37,6 @@ def partial_with_constant(node: Node, graph: Graph) -> tuple[Strategy, ...]:
 
 
 def with_constant_share(node: Node, count: int) -> Node:
-    """``node`` with its constant divided by ``count``."""
     args, kwargs = node.with_arguments(other=node.argument("other") / count)
     return replace(node, args=args, kwargs=kwargs)
 

@@ -71,7 +71,6 @@ class StageSeconds:
 
     @property
     def work(self) -> float:
-        """Seconds of forward and backward."""
         return self.forward + self.backward
 
 

@@ -85,7 +85,6 @@ class SegmentedGraph:
         return min(range(first, max(first, last) + 1), key=lambda p: self.crossing[0][p])
 
     def between(self, places: Sequence[int]) -> list[GraphSegment]:
-        """The segments between cuts at ``places``."""
         sent, back = self.crossing
         ends = (0, *places, len(self.graph.nodes))
         return [self._piece(first, end, sent, back) for first, end in itertools.pairwise(ends)]

@@ -152,7 +152,6 @@ class _StageCutter:
         return found
 
     def run(self) -> Stages:
-        """The stages."""
         for k in range(self.last + 1):
             if not self.idle and all(n in self.duplicated for n, home in self.home.items() if home == k):
                 raise PlanError(

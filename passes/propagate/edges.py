@@ -249,12 +249,10 @@ class EdgeTable:
 
     @property
     def parts(self) -> StepParts:
-        """The sum of all terms."""
         return sum_of_terms(self.terms)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the parts."""
         return int(self.rows.max()) + 1, int(self.columns.max()) + 1
 
 

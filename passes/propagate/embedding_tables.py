@@ -82,7 +82,6 @@ def _owned_shared_layouts(assignment: Assignment, found: Mapping[str, Layout]) -
 def _balanced_owners(
     tables: Mapping[str, TensorType], axes: OwnerAxes, layouts: Mapping[str, Layout], mesh: Mesh, fixed: Collection[str]
 ) -> dict[str, Layout]:
-    """Table → its layout, with an owner along ``axes``."""
     loads = {n: table_load(t) for n, t in tables.items()}
     ranks = mesh.size_of(axes)
     held = {n: _owner_index(layouts[n], axes, mesh) for n in tables if n in fixed}

@@ -356,7 +356,6 @@ def _is_lookup_table(name: str, graph: Graph, module: str) -> bool:
 
 
 def modules_of(graph: Graph) -> list[str]:
-    """Paths of all modules that run."""
     return list(dict.fromkeys(path for n in graph.nodes for path, _ in n.module_types if path))
 
 

@@ -107,7 +107,6 @@ class NetworkVariable:
 
     @property
     def parts(self) -> StepParts:
-        """The sum of all terms."""
         return sum_of_terms(self.terms)
 
     @property

@@ -89,7 +89,6 @@ class ChosenNetwork(LayoutNetwork):
 
     @cached_property
     def links_of(self) -> Mapping[str, list[ValueEdge]]:
-        """Links by variable."""
         found: dict[str, list[ValueEdge]] = {name: [] for name in self.variables}
         for link in self.links:
             found[link.source].append(link)
@@ -104,7 +103,6 @@ class ChosenNetwork(LayoutNetwork):
 
     @cached_property
     def states(self) -> Mapping[str, int]:
-        """State per variable."""
         found = dict.fromkeys(self.variables, 0)
         for name, variable in self.variables.items():
             if variable.size > 1:
@@ -186,7 +184,6 @@ class Objective:
 
     @property
     def comm_s(self) -> float:
-        """All communication."""
         return float(self.parts.communication(self.passes))
 
     @property

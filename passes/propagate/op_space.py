@@ -69,7 +69,6 @@ class OpSpace:
         return self.parts.compute + self.parts.other + self.parts.blocking
 
     def compute(self, choice: int = 0) -> costs.PhaseSeconds:
-        """Seconds of compute of one choice."""
         ahead, back, *launches = self.phases[:2, :, choice].ravel().tolist()
         return costs.PhaseSeconds(ahead, back, (launches[0], launches[1]))
 

@@ -373,7 +373,6 @@ class Planner:
 
 
 def with_proven_bound(assignment: Assignment) -> Assignment:
-    """``assignment`` with the proven lower bound of its solution."""
     return replace(assignment, solution=assignment.solution.proven())
 
 

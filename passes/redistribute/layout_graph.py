@@ -228,7 +228,6 @@ class LayoutSpace:
 
 
 def _permuted_state(s: LayoutState, dims: tuple[int, ...], axes: tuple[int, ...]) -> LayoutState:
-    """The state with dims and axes renumbered."""
     return LayoutState(tuple(s.kinds[a] for a in axes), tuple(tuple(axes[a] for a in s.nests[d]) for d in dims))
 
 
@@ -246,7 +245,6 @@ def _enumerate_states(base: LayoutState, kinds: tuple[str, ...]) -> Iterator[Lay
 
 
 def free_frame(axes: int, ndim: int) -> LayoutState:
-    """The frame in which every axis is free."""
     return LayoutState((FREE_AXIS,) * axes, ((),) * ndim)
 
 

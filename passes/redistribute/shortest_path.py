@@ -247,7 +247,6 @@ def _scaled_bytes(prices: Prices, index: int) -> tuple[int, int]:
 
 
 def _exact_ratio(a: int, b: int) -> float:
-    """a / b, an int if exact."""
     return a // b if a % b == 0 else a / b
 
 

@@ -163,7 +163,6 @@ def _is_same_length(a: int, b: int) -> bool:
 
 
 def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """The shape to which tensors of these shapes broadcast."""
     rank = max(map(len, shapes), default=0)
     padded = [(1,) * (rank - len(s)) + tuple(s) for s in shapes]
     return tuple(next((n for n in lengths if n != 1), 1) for lengths in zip(*padded, strict=True))
@@ -337,7 +336,6 @@ def rules(
 
 
 def with_facts(facts: Facts, rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """``rules`` with the same facts."""
     return tuple(replace(rule, facts=facts) for rule in rules)
 
 

@@ -72,7 +72,6 @@ class TensorSpec(NamedTuple):
         return cls(tuple(x.shape), tuple(x.stride()), x.dtype, x.requires_grad)
 
     def empty(self) -> Tensor:
-        """A meta tensor of this form."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta").requires_grad_(self.grad)
 
 

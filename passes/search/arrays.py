@@ -49,7 +49,6 @@ def stored_values(matrix: Matrix) -> FloatArray:
 
 
 def dense_matrix(matrix: Matrix) -> FloatArray:
-    """The full matrix."""
     return matrix.whole() if isinstance(matrix, CompactMatrix) else matrix
 
 
@@ -120,7 +119,6 @@ NUMPY_ENTRIES = 5_000
 
 
 def broadcast_sum(a: FloatArray, b: FloatArray, out: FloatArray | None = None) -> FloatArray:
-    """``a + b``, broadcast; ``out``: result array."""
     entries = np.broadcast(a, b).size if out is None else out.size
     if entries <= NUMPY_ENTRIES:
         return np.add(a, b, out=out)

@@ -53,7 +53,6 @@ class CostNetwork:
 
     @cached_property
     def matrices(self) -> tuple[tuple[int, int, Array], ...]:
-        """The edges with full matrices."""
         return tuple((i, j, dense_matrix(matrix)) for i, j, matrix in self.edges)
 
     def cost(self, choice: tuple[int, ...]) -> float:

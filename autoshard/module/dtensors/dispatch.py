@@ -257,7 +257,6 @@ def run_on_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def store_full(x: Any, new: Tensor) -> None:
-    """Write the full tensor ``new`` into ``x``."""
     parts: Any = shard_full(new, x._spec) if isinstance(x, DTensor) else new
     if isinstance(x, DTensor) and x.shape != parts.shape:
         set_data(x, parts)

@@ -291,7 +291,6 @@ def set_shard(x: DTensor, new: DTensor) -> None:
 
 
 def set_data(x: DTensor, new: DTensor) -> None:
-    """``x.data = new``."""
     Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
     set_shard(x, new)
 

@@ -116,7 +116,6 @@ def dtensor_layout(mesh: Mesh, device_mesh: DeviceMesh, x: DTensor) -> Layout:
 
 
 def has_layout(layout: Layout, mesh: DeviceMesh, x: Tensor) -> bool:
-    """Whether ``x`` is a DTensor in this layout."""
     if not isinstance(x, DTensor):
         return False
     owner = dtensor_layout(layout.mesh, mesh, x).owner if is_owned(x) else {}

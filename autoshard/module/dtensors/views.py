@@ -219,7 +219,6 @@ def _is_writing(name: str) -> bool:
 
 
 def may_draw(func: Any) -> bool:
-    """Whether ``func`` may draw random numbers."""
     return bool(_RANDOM_NAME.search(getattr(func, "__name__", "")))
 
 

@@ -84,7 +84,6 @@ def deepcopy_without_tensors() -> contextlib.AbstractContextManager[None]:
 
 
 def ids_in_model(model: nn.Module) -> set[int]:
-    """The ids of the model's modules, parameters and buffers."""
     return {id(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
 
 

@@ -102,7 +102,6 @@ def torch_defaults() -> tuple[Any, ...]:
 
 
 def any_requires_grad(*tensors: Iterable[Any]) -> bool:
-    """Whether any of these is a tensor that requires a gradient."""
     return any(isinstance(x, Tensor) and x.requires_grad for group in tensors for x in group)
 
 
@@ -245,7 +244,6 @@ class OriginalModel:
         return (*found, *(Hook(place, name, value=key) for place, name, key in changed)) if changed else found
 
     def by_original(self) -> dict[int, ShardedSubmodule]:
-        """Parts by id of the user's module."""
         return {id(m): self.parts[path] for path, m in self.model.named_modules(remove_duplicate=False)}
 
     # --- tensors ---
@@ -533,7 +531,6 @@ def meta_buffers(model: nn.Module, names: Collection[str]) -> list[str]:
 
 
 def non_persistent_buffers(model: nn.Module) -> set[str]:
-    """The names of non-persistent buffers."""
     modules = model.named_modules()
     return {f"{path}.{name}" if path else name for path, m in modules for name in m._non_persistent_buffers_set}
 

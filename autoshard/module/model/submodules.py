@@ -361,7 +361,6 @@ def sharded_class(base: type[Any], kind: type[nn.Module], root: type[Any]) -> ty
 
 
 def _forward_like(base: type[Any], kind: type[nn.Module]) -> Any:
-    """The forward of ``base`` with the signature of that of ``kind``."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return base.forward(self, *args, **kwargs)

@@ -175,7 +175,6 @@ class CachedShards(GatheredOnUse):
 
     @property
     def carried_in(self) -> Layout:
-        """The layout of the shards."""
         return self._layout
 
     def lies_on(self, mesh: Mesh) -> bool:

@@ -153,7 +153,6 @@ class Agreement:
         return full
 
     def texts(self, mine: str) -> list[str]:
-        """The texts of all ranks."""
         if self.ranks == 1:
             return [mine]
         data = mine.encode()
@@ -223,7 +222,6 @@ def asked_checks() -> dict[str, int]:
 
 
 def _gloo_group() -> Any:
-    """A gloo group of all ranks."""
     return once_per_initialisation("agreement", lambda: dist.new_group(backend="gloo"))
 
 

@@ -550,5 +550,4 @@ def _is_not_dtensor(leaf: Any) -> bool:
 
 
 def default_device_type() -> str:
-    """Device type of the ranks."""
     return "cuda" if "nccl" in str(dist.get_backend()) else "cpu"

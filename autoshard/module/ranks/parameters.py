@@ -381,7 +381,6 @@ class RankProgram:
         return found
 
     def _trained(self, flags: tuple[bool, ...]) -> TrainedParameters:
-        """The trained parameters for these flags."""
         if flags not in self.trained:
             names = tuple(itertools.compress(self.parameters, flags))
             last = tuple(i for i, name in enumerate(names) if name in self.last[0])

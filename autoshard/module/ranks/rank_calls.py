@@ -63,7 +63,6 @@ def _int64_words(x: Tensor) -> Tensor:
 
 
 def _row_hashes(words: Tensor) -> Tensor:
-    """One hash per row of words."""
     words = words * _HASH_MULTIPLIER
     words = words ^ ((words >> 32) & 0xFFFFFFFF)  # else changes of high bits (signs) would cancel
     weights = _hash_weights(words.device)

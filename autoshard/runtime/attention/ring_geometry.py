@@ -122,7 +122,6 @@ def _interval_halves(interval: Interval) -> tuple[Interval, Interval]:
 
 
 def total_length(intervals: Chunks) -> int:
-    """Total length of the intervals."""
     return sum(length for _, length in intervals)
 
 
@@ -210,7 +209,6 @@ def window_blocks(rows: Interval) -> list[Interval]:
 
 
 def _sees_all(rows: Interval, columns: Interval, band: Band) -> bool:
-    """Whether every row sees every column."""
     last_row, last_column = sum(rows) - 1, sum(columns) - 1
     begins = band.before is None or columns[0] >= last_row - band.before
     return begins and (band.after is None or last_column <= rows[0] + band.after)

@@ -220,7 +220,6 @@ def _backward_rows(
 
 
 def _additive_bias(bias: Tensor | None, like: Tensor) -> Any:
-    """A mask as an additive bias."""
     if bias is None:
         return None
     if bias.dtype == torch.bool:

@@ -214,7 +214,6 @@ def combine_expert_rows(x: Tensor, weights: Tensor, slots: Slots) -> Tensor:
 
 
 def _inverse_permutation(order: Tensor) -> Tensor:
-    """The inverse permutation."""
     numbers = torch.arange(order.shape[0], device=order.device)
     return torch.empty_like(order).scatter_(0, order, numbers)
 
@@ -372,7 +371,6 @@ def exchanges_rows(rows: int, weights: int) -> bool:
 
 
 def _expert_bias_of_rows(bias: Tensor, ends: Tensor, rows: Tensor) -> Tensor:
-    """The expert's bias for each row."""
     numbers = torch.arange(rows.shape[0], device=ends.device, dtype=ends.dtype)
     return bias.index_select(0, torch.searchsorted(ends, numbers, right=True))
 

@@ -92,7 +92,6 @@ def group_blocks(x: Tensor, ends: Tensor, columns: int) -> list[GroupBlock]:
 
 
 def rows_per_block(of: Sequence[GroupBlock], x: Tensor) -> Sequence[Tensor]:
-    """Rows of ``x`` per block."""
     return x.split_with_sizes([piece.rows for piece in of]) if len(of) > 1 else (x,)
 
 

@@ -96,7 +96,6 @@ def stacked_view(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def are_adjacent_in_memory(tensors: Sequence[Tensor]) -> bool:
-    """Whether the tensors are contiguous and adjacent in one storage."""
     return all(
         a.is_contiguous()
         and b.is_contiguous()

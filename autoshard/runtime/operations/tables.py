@@ -123,7 +123,6 @@ class LookupGroup(NamedTuple):
     """bags of each rank"""
 
     def owned_by(self, rank: int, owners: Sequence[int]) -> list[int]:
-        """Numbers of the tables that a rank owns."""
         return [i for i in self.numbers if owners[i] == rank]
 
     def in_order(self, rows: Tensor, bags: int, tables: int) -> Tensor:

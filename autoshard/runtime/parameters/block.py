@@ -427,7 +427,6 @@ class _RegatherSource(RecomputeSource):
             self.arriving = None
 
     def value(self, number: int) -> Tensor | None:
-        """Gathered tensor number ``number``."""
         return None if self.full is None else self.full[number]
 
     def drop(self) -> None:

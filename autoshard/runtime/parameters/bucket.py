@@ -161,7 +161,6 @@ class FlatBucket(Bucket):
 
     @property
     def gathers(self) -> bool:
-        """Whether its forward is an all-gather."""
         return self.moves[0].verb == "all_gather"
 
     def forward(self, xs: Sequence[Tensor], phase: str) -> list[Tensor]:
@@ -248,7 +247,6 @@ class FlatBucket(Bucket):
 
     @functools.cached_property
     def _backs(self) -> list[Move]:
-        """The moves of the gradients."""
         return map_moves(self.moves, Move.backward)
 
     def _begin(
@@ -507,5 +505,4 @@ def move_bucketed(
 
 
 def _cast_all(xs: Any, dtype: torch.dtype | None) -> Any:
-    """Every tensor cast to ``dtype``."""
     return [x if x is None or dtype is None else x.to(dtype) for x in xs]

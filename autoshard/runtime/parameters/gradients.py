@@ -147,7 +147,6 @@ class Gradients:
         return [self._sum(number, found) if found else None for number, found in enumerate(parts)]
 
     def wait(self) -> None:
-        """Wait for all works."""
         for work in self.works:
             work.wait()
         self.works, self.whole = [], []

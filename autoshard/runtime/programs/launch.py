@@ -391,7 +391,6 @@ def _name_lines(classes: Sequence[type[RankModule]], file: Path) -> None:
 
 
 def _global_inputs(step: SavedStep, folder: Path, given: Path | None) -> dict[str, Tensor]:
-    """The global inputs."""
     names = list(dict.fromkeys(a[0] for stage in step.stages for a in stage.arguments if not isinstance(a, int)))
     if given is not None:
         from safetensors.torch import load_file

@@ -109,7 +109,6 @@ class RankModule(Block):
             return super().__call__(*args, **kwargs)
 
     def tensors(self) -> list[Tensor]:
-        """The bound tensors of this rank."""
         return list(self._bound().values())
 
     def _bound(self) -> dict[str, Tensor]:

@@ -30,11 +30,9 @@ class StageRanks:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def runs(self, stage: int) -> int:
-        """The rank that runs ``stage``."""
         return stage % self.ranks
 
     def is_mine(self, stage: int) -> bool:
-        """Whether this rank runs ``stage``."""
         return self.runs(stage) == self.rank
 
     def tell(self, stage: int, x: Tensor, what: str) -> None:

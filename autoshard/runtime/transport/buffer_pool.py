@@ -37,7 +37,6 @@ def raw(x: Tensor) -> Tensor:
 
 
 def with_length(shape: Sequence[int], dim: int, length: int) -> list[int]:
-    """``shape`` with ``length`` along ``dim``."""
     return [*shape[:dim], length, *shape[dim + 1 :]]
 
 
@@ -52,7 +51,6 @@ def is_outermost(shape: Sequence[int], dim: int) -> bool:
 
 
 def zero_padded(x: Tensor, dim: int, length: int) -> Tensor:
-    """``x`` zero-padded at the end of ``dim`` to ``length``."""
     if x.shape[dim] == length:
         return x
     out = x.new_zeros(with_length(x.shape, dim, length))

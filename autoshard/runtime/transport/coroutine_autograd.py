@@ -67,7 +67,6 @@ def _run_forward(comm: Communicator, visits: Sequence[_RankVisit], phase: str, x
 
 
 def _split_by_rank(xs: Sequence[Any], ranks: int) -> list[Any]:
-    """``xs`` split evenly by rank."""
     count = len(xs) // ranks
     return [xs[i * count : (i + 1) * count] for i in range(ranks)]
 

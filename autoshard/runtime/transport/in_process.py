@@ -191,7 +191,6 @@ class World:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
     def run(self, fn: Callable[..., Any], args: Sequence[Sequence[Any]] | None = None) -> list[Any]:

@@ -24,7 +24,6 @@ class SegmentOrder(NamedTuple):
     """index of each row in the other order, both ways; None: few segments, concatenated instead"""
 
     def turned(self) -> SegmentOrder:
-        """The inverse order."""
         return SegmentOrder([*zip(*self.lengths, strict=True)], self.numbers and self.numbers[::-1])
 
     def of(self, x: Tensor) -> Tensor:

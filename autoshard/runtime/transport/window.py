@@ -60,7 +60,6 @@ class Window(NamedTuple):
 
 
 def clipped_interval(interval: Interval, size: int) -> Interval:
-    """The part of an interval in [0, size)."""
     low, high = (min(max(end, 0), size) for end in (interval[0], sum(interval)))
     return low, high - low
 
@@ -72,7 +71,6 @@ class Exchange(NamedTuple):
     wanted: Chunks
 
     def backward(self) -> Exchange:
-        """The exchange of gradients."""
         return Exchange(self.wanted, self.held)
 
     def piece(self, sender: int, receiver: int) -> Interval:

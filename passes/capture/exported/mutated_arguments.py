@@ -159,7 +159,6 @@ def _containers_with_paths(
 
 
 def _tensors_inside(value: Any) -> Iterator[Tensor]:
-    """The tensors in ``value``."""
     if isinstance(value, Tensor):
         yield value
     for _, item in _keyed_items(value):

@@ -276,7 +276,6 @@ def check_attribute_writes(model: nn.Module, before: PlainTensors, parameters: C
 
 
 def attribute_or_none(model: nn.Module, name: str) -> Any:
-    """The attribute with this dotted name, or None."""
     path, _, leaf = name.rpartition(".")
     try:
         return getattr(model.get_submodule(path), leaf, None)
@@ -322,7 +321,6 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
 
 
 def buffer_shapes(module: nn.Module) -> dict[str, torch.Size]:
-    """Name → shape of the module's own buffers."""
     return {name: x.shape for name, x in module._buffers.items() if x is not None}
 
 

@@ -41,7 +41,6 @@ AttributeRead = tuple[tuple[str, str], Any]
 
 
 def user_attributes(tensor: Tensor) -> dict[str, Any]:
-    """Attributes that users set on a tensor, by name."""
     return {name: x for name, x in vars(tensor).items() if name not in INTERNAL_ATTRIBUTES}
 
 

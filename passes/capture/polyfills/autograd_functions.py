@@ -194,7 +194,6 @@ def apply_as_op(function: Any, forward: Callable[..., Any], args: Sequence[Any])
 
 
 def _meta_tensor_like(t: Tensor) -> Tensor:
-    """A meta tensor like ``t``."""
     return torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
 
 

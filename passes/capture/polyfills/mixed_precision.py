@@ -141,7 +141,6 @@ def _cast_inputs_and_outputs(model: nn.Module, precision: Precision) -> None:
 
 
 def _cast_floating(tree: Any, dtype: torch.dtype | None) -> Any:
-    """``tree`` with floating tensors cast to ``dtype``."""
     if dtype is None:
         return tree
     return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)

@@ -321,7 +321,6 @@ def _untraced_item(scalar: Tensor) -> Any:
 
 
 def _has_symbolic_number(tree: Any) -> bool:
-    """Whether ``tree`` has a symbolic number."""
     return any(isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in pytree.tree_leaves(tree))
 
 

@@ -65,7 +65,6 @@ class RowNumber(int):
     """A row number, an int in place of eager's 0-dim tensor."""
 
     def item(self) -> int:
-        """The number."""
         return int(self)
 
     tolist = item
@@ -87,7 +86,6 @@ class IndexRow:
         return len(self.place)
 
     def tolist(self) -> list[int]:
-        """The indices."""
         return [int(i) for i in self.place]
 
     def item(self) -> int:

@@ -66,7 +66,6 @@ class MaskMatcher(Matcher):
         self.positions = PositionAnalysis(graph)
 
     def conjuncts(self, mask: Ref) -> Iterator[Ref]:
-        """The conjuncts of a boolean mask."""
         found = self.match("(bitwise_and | __and__ | logical_and)(a, b)", mask)
         if found is None or not isinstance(found["b"], Ref) or self.graph.types[mask.name].dtype != torch.bool:
             yield mask
@@ -391,7 +390,6 @@ def _hides_exactly(values: Sequence[Any], band: Band, lengths: tuple[int, int], 
 
 
 def intersect_bands(bands: list[Band]) -> Band:
-    """The intersection of bands."""
     before = [b.before for b in bands if b.before is not None]
     after = [b.after for b in bands if b.after is not None]
     return Band(min(before, default=None), min(after, default=None))

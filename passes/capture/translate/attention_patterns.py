@@ -188,7 +188,6 @@ class ScoreMatcher(MaskMatcher):
         return known if _sees_some_key(intersect_bands(bands), rows, columns) else None
 
     def _is_finite(self, value: Any) -> bool:
-        """Whether a value is certainly finite."""
         if not isinstance(value, Ref):
             return not isinstance(value, float) or math.isfinite(value)
         known, dtype = self.positions(value), self.graph.types[value.name].dtype
@@ -221,7 +220,6 @@ def is_read_once(name: str, graph: Graph) -> bool:
 
 
 def keeps_last_two_dims(node: Node, graph: Graph) -> bool:
-    """Whether it is a reshape that keeps the last two dims."""
     if node.op is not aten.reshape.default:
         return False
     before, after = graph.shape(node.args[0]), graph.shape(node.outputs[0])
@@ -329,7 +327,6 @@ def _before_repeat(value: Ref, graph: Graph) -> Ref:
 
 
 def _sees_some_key(band: Band, rows: int, columns: int) -> bool:
-    """Whether each row sees a column."""
     if band.after is not None and band.after < 0:
         return False
     if band.before is None or str(rows) == str(columns):

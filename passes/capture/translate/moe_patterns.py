@@ -194,7 +194,6 @@ class RoutingPatterns(Matcher):
                 yield ids, weights
 
     def _column(self, value: Any) -> Iterator[tuple[Ref, int]]:
-        """(gates, number) where ``value`` [.., 1] is column ``number`` of gates [.., e]."""
         for found in self.matches(COLUMN, value):
             number = found["number"] or 0
             if isinstance(number, int) and number >= 0 and self.graph.shape(value)[-1] == 1:
@@ -209,7 +208,6 @@ class RoutingPatterns(Matcher):
                 yield found["whole"], found["slot"]
 
     def _activated(self, value: Any) -> Iterator[tuple[Ref, str]]:
-        """(gate, activation)."""
         for name, form in ACTIVATIONS.items():
             if (found := self.match(form, value)) is not None:
                 yield found["gate"], name

@@ -198,7 +198,6 @@ class _GradientTracker:
 
 
 def _gives_alias(node: fx.Node, operand: fx.Node, argument: Any) -> bool:
-    """Whether ``node`` returns ``operand`` or a view of it."""
     return (argument is None or argument.alias_info is not None) and not _is_copy(node, operand)
 
 

@@ -308,7 +308,6 @@ def _scaled(known: IndexFunction, factor: Any) -> IndexFunction:
 
 
 def _sum(a: IndexFunction, b: IndexFunction, factor: Any) -> IndexFunction | None:
-    """a + factor · b."""
     rank = max(len(a.steps), len(b.steps))
     a, b = (k._replace(steps=(0,) * (rank - len(k.steps)) + k.steps) for k in (a, b))
     if len({k.steps for k in (a, b) if any(k.steps)}) < 2:

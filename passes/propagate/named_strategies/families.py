@@ -45,7 +45,6 @@ class Families:
                     self._union.union(*found)
 
     def strategies(self, node: Node) -> tuple[Strategy, ...]:
-        """Strategies of ``node`` that shard it."""
         if node.name not in self._by_node:
             key = node_signature(node, self.graph.types)
             if key not in self._strategies:

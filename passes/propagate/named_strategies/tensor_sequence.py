@@ -198,7 +198,6 @@ def _mixes_positions(node: Node, sequence: frozenset[Family], families: Families
 
 
 def ring_strategies(node: Node, families: Families) -> frozenset[str]:
-    """Ring attention strategies of ``node``."""
     return frozenset(s.label for s in families.strategies(node) if s.label in context_parallel.RING_LABELS)
 
 

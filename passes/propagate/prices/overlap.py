@@ -107,7 +107,6 @@ class StepParts:
         return overlap.node * node - self.compute, overlap.network * network - self.compute
 
     def step(self, overlap: Overlap, passes: int = 1) -> Array:
-        """Seconds of the step."""
         return passes * (self.compute + self.other) + self.exposed(overlap, passes)
 
 

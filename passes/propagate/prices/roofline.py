@@ -209,11 +209,9 @@ class PhaseSeconds(NamedTuple):
 
     @property
     def step(self) -> float:
-        """Forward plus backward."""
         return self.forward + self.backward
 
     def slowed_by(self, share: float) -> PhaseSeconds:
-        """All seconds increased by ``share``."""
         if not share:
             return self
         ahead, back = self.launches
@@ -437,7 +435,6 @@ class InternalSeconds(NamedTuple):
 
     @property
     def step(self) -> float:
-        """Forward plus backward."""
         return self.forward + self.backward
 
 

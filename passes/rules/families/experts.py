@@ -207,7 +207,6 @@ def _dispatch_strategy(dim: int, rows: int, experts: int, operands: int) -> Stra
 
 
 def is_dispatch(strategy: Strategy) -> bool:
-    """Whether the strategy uses all-to-all dispatch."""
     return strategy.label.partition(" ")[0] == DISPATCH
 
 

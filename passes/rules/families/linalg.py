@@ -32,7 +32,6 @@ PRODUCT: Groups = ((0,), (1,))
 
 
 def _contraction_flops(factors: Callable[[Node, Graph], Factors]) -> Callable[[Node, Graph], float]:
-    """FLOPs: 2 · product of all factors."""
     return lambda node, graph: 2.0 * math.prod(factors(node, graph).sizes.values())
 
 

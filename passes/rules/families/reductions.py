@@ -101,7 +101,6 @@ def _norm_factors(node: Node, graph: Graph) -> Factors:
 
 
 def _norm_order(node: Node) -> float:
-    """The norm's order, 2 by default."""
     given = node.argument("p", node.argument("ord", None))
     return 2.0 if given is None else float(given)
 

@@ -81,7 +81,6 @@ def _reshape_factors(node: Node, graph: Graph) -> Factors:
 
 
 def _local_result_shape(site: Site) -> list[int | Local]:
-    """The result's local shape."""
     return site.local_sizes(site.outputs[0], site.out_type().shape)
 
 

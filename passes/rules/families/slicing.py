@@ -52,7 +52,6 @@ def _same_rank_factors(
 
 
 def _named_dims(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
-    """The dims that the op names."""
     return dims_argument(node.argument("dim", node.argument("dims", None)), len(shape))
 
 

@@ -39,7 +39,6 @@ def _split_factors(node: Node, graph: Graph) -> Factors:
 
 
 def split_lengths(node: Node, size: int) -> list[int]:
-    """Lengths of all results of a split."""
     if (given := node.argument("split_sizes", None)) is not None:
         return list(given)
     step = node.argument("split_size", None)

@@ -159,7 +159,6 @@ def _position_padding(node: Node, kernel: tuple[int, ...]) -> list[tuple[int, in
 
 
 def _convolution_windows(node: Node, graph: Graph) -> tuple[SlidingDim, ...]:
-    """The windowed position dims."""
     x, kernel = graph.shape(node.argument("input")), graph.shape(node.argument("weight"))[2:]
     (y,), first = graph.shapes(node.outputs), len(x) - len(kernel)
     padding, dilation = _position_padding(node, kernel), per_position_dim(node, "dilation", len(kernel))

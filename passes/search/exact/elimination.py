@@ -310,7 +310,6 @@ class Eliminator:
         self.touch(scope)
 
     def touch(self, scope: Scope) -> None:
-        """Join the nodes of ``scope``."""
         for node in scope:
             self.touching[node].add(scope)
             self.around[node].update(scope)
@@ -452,7 +451,6 @@ class Eliminator:
 
     @property
     def strategies(self) -> int:
-        """Strategies of all remaining nodes."""
         return sum(self.sizes[node] for node in self.alive)
 
     @property
@@ -461,7 +459,6 @@ class Eliminator:
         return sum(float(self.tables.arrays[table]) for table in self.scalars)
 
     def cost(self, choice: dict[int, int]) -> float:
-        """Cost of a choice for all remaining nodes."""
         return self.constant + sum(
             float(self.tables.matrix(table)[tuple(choice[node] for node in scope)])
             for scope, table in sorted(self.factors.items())

@@ -18,7 +18,6 @@ from autoshard.passes.search.network import Array
 
 
 def highs_solver(**options: bool | int | float) -> highspy.Highs:
-    """A solver with these HiGHS options."""
     highs = highspy.Highs()
     for name, value in {"output_flag": False, "random_seed": 0, "threads": 1, **options}.items():
         highs.setOptionValue(name, value)
@@ -41,7 +40,6 @@ Factors = Sequence[tuple[Scope, Array]]
 
 
 def variable_count(factors: Iterable[tuple[Scope, Array]]) -> int:
-    """Variables of the programme."""
     return sum(int(np.isfinite(array).sum()) for _, array in factors)
 
 

@@ -197,7 +197,6 @@ class ChoicePart:
         )
 
     def original(self, choice: Sequence[int]) -> Choice:
-        """A choice of the problem in original numbers."""
         return tuple(int(number[s]) for number, s in zip(self.numbers, choice, strict=True))
 
     def renumbered(self, choice: Choice) -> Choice:
