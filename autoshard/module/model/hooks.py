@@ -22,7 +22,7 @@ from torch.utils.hooks import unserializable_hook
 
 from autoshard.errors import CaptureError, RuntimeMismatchError
 from autoshard.module.model.closures import copy_with_memo
-from autoshard.passes.capture.exported.pytrees import constant_key
+from autoshard.passes.capture.exported.pytrees import CONSTANT_TYPES, constant_key
 from autoshard.passes.capture.exported.snapshots import NO_ATTRIBUTE
 from autoshard.passes.ir.graph import Graph, Ref
 
@@ -35,7 +35,6 @@ SET_LATER = "_set_later"
 """key in a submodule's dict: name → key of its value, for attributes set after compilation that a forward may read"""
 OWN_STATE = "_original", "_known", "_held", "_owner", HOOK_SNAPSHOT, SET_LATER
 """keys in a submodule's dict that are ours"""
-_CONSTANT_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def forward_hooks_of(parts: Iterable[tuple[str, nn.Module]], own_hooks: bool = T
 def new_attributes(part: nn.Module) -> dict[str, Any]:
     """Plain attributes that the user's module lacked."""
     known = {*vars(nn.Module()), *OWN_STATE, *vars(part)[SET_LATER], *vars(part)["_known"]}
-    return {n: x for n, x in vars(part).items() if n not in known and isinstance(x, _CONSTANT_TYPES)}
+    return {n: x for n, x in vars(part).items() if n not in known and isinstance(x, CONSTANT_TYPES)}
 
 
 def set_later(part: nn.Module, name: str, value: Any) -> None:
@@ -91,7 +90,7 @@ def set_later(part: nn.Module, name: str, value: Any) -> None:
     assignment. ``NO_ATTRIBUTE`` deletes it."""
     keys: dict[str, tuple[Any, int]] = vars(part)[SET_LATER]
     number = keys[name][1] + 1 if name in keys else 0
-    keys[name] = constant_key(value) if isinstance(value, _CONSTANT_TYPES) else (type(value), number), number
+    keys[name] = constant_key(value) if isinstance(value, CONSTANT_TYPES) else (type(value), number), number
     if value is NO_ATTRIBUTE:
         vars(part).pop(name, None)
     else:
@@ -185,7 +184,7 @@ def _refuse_observer(path: str, hook: Callable[..., Any], sees_output: bool) -> 
 
 
 class _TensorUses(TorchFunctionMode):
-    """Records whether the hook computes or asks anything of tensors, and whether it calls ``requires_grad_``."""
+    """Records whether the hook asks anything of tensors, and calls ``requires_grad_``."""
 
     any = requires_grad = False
 

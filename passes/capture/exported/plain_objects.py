@@ -1,4 +1,4 @@
-"""Plain objects in a model's attributes, such as a configuration: the fields that a forward reads, and their keys."""
+"""Plain objects in a model's attributes (configurations): the fields read, and their keys."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import nn
 
-from autoshard.passes.capture.exported.pytrees import constant_key
+from autoshard.passes.capture.exported.pytrees import CONSTANT_TYPES, constant_key
 from autoshard.passes.capture.exported.snapshots import (
     MODULE_REGISTRIES,
     NO_ATTRIBUTE,
@@ -25,7 +24,6 @@ from autoshard.passes.capture.exported.snapshots import (
 )
 from autoshard.passes.capture.observer import patched, replacement_patch
 
-_CONSTANT_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _ALL_FIELDS = frozenset(("__dict__", "__getstate__", "__deepcopy__", "__reduce_ex__", "__copy__"))
 """names by which code reads every field of an object"""
@@ -76,7 +74,7 @@ def recording_fields(model: nn.Module) -> Iterator[set[FieldRead]]:
 
 
 class FieldGuards:
-    """The fields of plain objects that programs have read, beside what they were when first seen."""
+    """The fields of plain objects that programs have read, and what they first were."""
 
     def __init__(
         self, modules: Iterable[nn.Module], read: dict[type, set[str]] | None = None, others: Collection[int] = ()
@@ -99,7 +97,7 @@ class FieldGuards:
         self._objects += [(x, {n: self._key(y) for n, y in _fields(x).items()}, {}, {}) for x in new]
 
     def changes(self) -> list[tuple[str, str, Any]]:
-        """(object, field, key) of each field read by a program that is not as it was, alike on all ranks."""
+        """(object, field, key) of each field read that is not as it was, alike on all ranks."""
         found = []
         for number, (x, first, seen, changed) in enumerate(self._objects):
             if (names := self.read.get(type(x))) is None:
@@ -122,7 +120,7 @@ class FieldGuards:
         return [(x, changed) for x, _, _, changed in self._objects if changed]
 
     def _key(self, x: Any, depth: int = 0) -> Any:
-        if isinstance(x, _CONSTANT_TYPES):
+        if isinstance(x, CONSTANT_TYPES):
             return constant_key(x)
         if isinstance(x, _CONTAINERS) and depth < SNAPSHOT_DEPTH:
             held: Any = items_or_attributes(x)

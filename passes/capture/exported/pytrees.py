@@ -42,7 +42,7 @@ def flatten_registered(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """:func:`flatten_registered` of ``(args, kwargs)``; without containers, the structure is cached."""
+    """:func:`flatten_registered` of ``(args, kwargs)``, cached without containers."""
     leaves = [*args, *kwargs.values()]
     if LEAF_ARGUMENT_TYPES.issuperset(map(type, leaves)) and not torch.compiler.is_compiling():  # it skips caches
         return leaves, _flat_call_spec(len(args), tuple(kwargs))
@@ -67,6 +67,8 @@ def _parameter_names(function: Any) -> tuple[str, ...]:
 
 
 _VARIADIC = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+CONSTANT_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+"""of values that :func:`constant_key` compares"""
 LEAF_ARGUMENT_TYPES = frozenset((Tensor, bool, int, float, str, type(None)))
 
 

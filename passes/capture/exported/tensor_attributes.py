@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from types import new_class
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from autoshard.errors import CaptureError
-from autoshard.passes.capture.exported.pytrees import constant_key
+from autoshard.passes.capture.exported.pytrees import CONSTANT_TYPES, constant_key
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 
@@ -34,7 +33,6 @@ _HARMLESS_OVERRIDES = frozenset(
 )
 """names that a parameter class may override without effect on a program's results"""
 _NO_TENSOR_ATTRIBUTE = object()
-_COMPARABLE_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 AttributeRead = tuple[tuple[str, str], Any]
 """((parameter or buffer, attribute), value read; :data:`_NO_TENSOR_ATTRIBUTE` if there was none)"""
@@ -131,6 +129,6 @@ def are_attributes_changed(read: Iterable[AttributeRead], tensor: Callable[[str]
     """Whether any of these attributes was replaced or removed since."""
     now = ((value, vars(tensor(name)).get(attribute, _NO_TENSOR_ATTRIBUTE)) for (name, attribute), value in read)
     return any(
-        new is not old and not (isinstance(new, _COMPARABLE_TYPES) and constant_key(new) == constant_key(old))
+        new is not old and not (isinstance(new, CONSTANT_TYPES) and constant_key(new) == constant_key(old))
         for old, new in now
     )

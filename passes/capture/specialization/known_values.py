@@ -2,7 +2,6 @@
 buffer is computed when the forward asks for it (``if mask.any()``). *Integer specialization*: if
 a size or branch depends on integer inputs (edges of a graph, sequence lengths), the trace takes
 answers and sizes from the example's. Floating-point inputs and random values never specialize.
-
 A guard checks each answer that rests on a buffer or an input; a call that fails one gets its own
 program. The stores are separate: values of fake tensors do not record their origin, and are
 computed even if unused."""
@@ -23,9 +22,18 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autoshard.frames import frame_location_text, users_frame
 from autoshard.passes.capture.exported.snapshots import BUFFER_VALUES, MAX_GUARDED_ELEMENTS
-from autoshard.passes.capture.observer import ObservedCall, Observer, ObserverAnswer, Patch, TracedForward, patched
-from autoshard.passes.capture.specialization import guards
+from autoshard.passes.capture.observer import (
+    ObservedCall,
+    Observer,
+    ObserverAnswer,
+    Patch,
+    TracedForward,
+    guard_true,
+    patched,
+)
+from autoshard.runtime.operations.checks import OTHER_BUFFERS, OTHER_VALUES, exactly
 from autoshard.torch_private.capture import functorch_config
 from autoshard.torch_private.dispatch import storage_id, without_dispatch_modes
 from autoshard.torch_private.fake import STORAGE_CLONES, FakeTensor, FakeTensorMode, fake_utils
@@ -114,8 +122,7 @@ def concrete_value(tensor: Tensor) -> Tensor | None:
 
 
 def _drop_stale_values(func: Any, args: Any, kwargs: Any) -> bool:
-    """Invalidate values in memory that unknown values overwrote. Returns whether the call's results
-    are known."""
+    """Forget values in memory that unknown ones overwrote; whether the call's results are known."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
     for x in tensors:
         x.real_tensor = concrete_value(x)
@@ -148,7 +155,7 @@ def _with_fixed_sizes(x: Tensor) -> Tensor:
     lengths = [_concrete_length(n) for n in x.shape]
     if None in lengths or all(isinstance(n, int) for n in x.shape):
         return x
-    return guards.guard_shape(x, lengths)
+    return exactly(x, lengths, frame_location_text(users_frame()))
 
 
 def _concrete_length(n: int | torch.SymInt) -> int | None:
@@ -266,13 +273,13 @@ class ConstantFolding(Observer):
         if (made := self.made.get(tensor)) is not None and not (made.is_written_to and tensor.dtype != torch.bool):
             with _untraced_eager():
                 value = made.compute()
-            reason = guards.GUARD_BUFFER if made.from_buffer else "its value does not depend on the input"
+            reason = OTHER_BUFFERS if made.from_buffer else "its value does not depend on the input"
         elif self.specialized and (value := concrete_value(tensor)) is not None:
-            reason = guards.GUARD_INTEGERS
+            reason = OTHER_VALUES
         else:
             return None
-        if reason in (guards.GUARD_BUFFER, guards.GUARD_INTEGERS):
-            guards.guard_equal(tensor, _untraced_item(value), reason)
+        if reason in (OTHER_BUFFERS, OTHER_VALUES):
+            guard_true((tensor == _untraced_item(value)).all(), reason)
         return ObserverAnswer(value, reason)
 
     def _read(self, call: ObservedCall) -> ObserverAnswer | None:
@@ -325,7 +332,7 @@ def _has_symbolic_number(tree: Any) -> bool:
 
 
 def _is_foldable(tensor: Tensor) -> bool:
-    """Whether a tensor has a static shape, at most :data:`_MAX_FOLDED_ELEMENTS` elements, and no gradient."""
+    """Whether a tensor is static, without gradient and :data:`_MAX_FOLDED_ELEMENTS` at most."""
     sizes = tensor.shape
     return (
         not tensor.requires_grad and all(isinstance(n, int) for n in sizes) and tensor.numel() <= _MAX_FOLDED_ELEMENTS

@@ -28,9 +28,9 @@ from torch import Tensor
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.provenance import marking_nodes
 from autoshard.passes.capture.observer import ObservedCall, Observer, ObserverAnswer, Patch, replacement_patch
-from autoshard.passes.capture.specialization import guards
 from autoshard.passes.rules.facts import is_random
 from autoshard.torch_private.fake import FakeTensor
+from autoshard.torch_private.ops import check
 
 LOOP_KEY = "autoshard_loop"
 """key in a node's meta: traced in the body of an unrolled loop"""
@@ -250,7 +250,7 @@ class _UnrolledLoop:
         """Record tensors made in the body."""
         if self.statement in self.loops.findings.emptiness_checks and call.func in _NONZERO:
             for rows in (x for x in pytree.tree_leaves(result)[:1] if not isinstance(x.shape[0], int)):
-                guards.assume_true(rows.shape[0] > 0)
+                check(rows.shape[0] > 0)
                 self.is_nonempty.append(torch.ones_like(rows).any())
         known = {id(x) for x in call.operands}
         for x in pytree.tree_leaves(result):

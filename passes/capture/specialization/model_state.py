@@ -3,7 +3,6 @@ After a forward that leaves state (a counter, a cache, a list), the model is tra
 both graphs are equal, no forward reads the state, except for a number that both calls change and
 an ``if`` reads. State that grows in both calls is refused: code outside would find nothing
 collected.
-
 If the graphs differ because the first call fills a cache (position tables, grids), compiling makes
 that call. Two checks: the cache depends on no input and no trained parameter, and both calls'
 outputs are equal."""
@@ -70,7 +69,7 @@ _STATE_REGISTRIES = {"parameter": "_parameters", "buffer": "_buffers", "module":
 
 @contextlib.contextmanager
 def recording_left_state(model: nn.Module) -> Iterator[None]:
-    """Traces inside record state by :func:`record_left_state`. Clears traced tensors from globals."""
+    """Inside, traces record state (:func:`record_left_state`); clears globals' tensors."""
     token, grows = _left_state.set({}), _growing_state.set([])
     before = [
         (place, dict(vars(place)), [(x, items_or_attributes(x)) for x in _small_global_containers(place)])
@@ -147,7 +146,7 @@ def _small_contents(names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_created_state(before: StateBeforeCall) -> None:
-    """Refuse a forward that creates or replaces parameters, buffers or modules: a program would lose them."""
+    """Refuse a forward that creates or replaces parameters, buffers or modules."""
     for path, module, _, contents in before:
         if not isinstance(module, nn.Module):
             continue
@@ -192,7 +191,7 @@ def record_left_state(before: StateBeforeCall) -> None:
 
 
 def _has_grown(now: Any, before: Any) -> bool:
-    """Whether :func:`_comparable_contents` has grown at any depth, or is a full deque that moved on."""
+    """Whether :func:`_comparable_contents` has grown anywhere, or a full deque moved on."""
     if isinstance(now, frozenset) and isinstance(before, frozenset):
         return now > before
     if not (isinstance(now, tuple) and isinstance(before, tuple)) or len(now) < len(before):
@@ -232,7 +231,7 @@ def check_second_call(model: nn.Module, graph: Graph, retrace: Callable[[], Grap
 
 
 def _counter(value: Any, compared: Callable[[], None]) -> Any:
-    """``value``; of a number a twin that calls ``compared`` when it, or a number computed of it, decides something."""
+    """``value``; of a number a twin that calls ``compared`` when it decides something."""
     if type(value) not in (int, float):
         return value
     kind: Any = type(value)
