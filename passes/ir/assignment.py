@@ -51,7 +51,8 @@ class Strategy:
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     size: int | None = None
-    """the factor's length, at least the number of ranks on it; None: the strategy shards nothing"""
+    """the factor's length, which divides the compute; at least the number of ranks on it; None: the
+    strategy shards nothing"""
     even: bool = False
     """whether the number of ranks on this factor must divide ``size``, as in a reshape"""
     divides: bool = False
@@ -70,6 +71,9 @@ class Strategy:
 
     innermost: bool = False
     """whether no inner mesh axis may shard dim 0 of the result by another strategy"""
+
+    most: int | None = None
+    """the most ranks on the factor, where that is less than its length"""
 
     work: tuple[str, int] | None = None
     """(factor, length) that divides the compute, where it is another: experts in an all-to-all
@@ -98,7 +102,7 @@ class Strategy:
         if self.size is None:
             return True
         count = math.prod(ranks)
-        if int(self.size) < count or (self.even and self.size % count):
+        if count > int(self.size) or (self.most is not None and count > self.most) or (self.even and self.size % count):
             return False
         if not self.nonempty or self.size % count == 0:
             return True
@@ -106,7 +110,7 @@ class Strategy:
 
 
 def is_dividing_label(label: str) -> bool:
-    """Whether a strategy with this label shards a factor: it is not I, R, P(…), or – (an axis of stages)."""
+    """Whether a strategy with this label shards a factor: not I, R, P(…), – (of stages)."""
     return label not in ("I", "R", "–") and not label.startswith("P(")
 
 
@@ -140,7 +144,7 @@ def operand_placements(choice: Sequence[Strategy], operand: int, grad: bool) -> 
 
 
 def result_placements(choice: Sequence[Strategy], result: int, grad: bool) -> Placements:
-    """Placements in which an operation makes a result; arguments as in :func:`operand_placements`."""
+    """Placements in which an operation makes a result; see :func:`operand_placements`."""
     return tuple(normalize_placement(s.outputs[result], grad) for s in choice)
 
 

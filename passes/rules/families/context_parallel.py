@@ -70,12 +70,11 @@ def zigzag_order_ranks(node: Node) -> int:
 
 def sequence_strategies(node: Node, graph: Graph, queries: int, keys: int) -> tuple[Strategy, ...]:
     """Ring attention, head chunks, and with a causal mask zigzag orders and a ring with helpers.
-
     The balanced forms give all ranks equal causal work. No ring if the mask has a gradient. Other
     axes may not shard queries, keys or value features otherwise, so that tiles have a fused kernel.
-    Operands in zigzag order are sharded by as many ranks as the order has. More than 64 ranks share a
-    sequence where each has 128 queries, as many as a fused kernel's tile, and never more than 256.
-    """
+    Operands in zigzag order are sharded by as many ranks as the order has. More than 64 ranks share
+    a sequence where each has 128 queries, as many as a fused kernel's tile, and never more than
+    256."""
     mask, found = node.argument("attn_mask"), list[tuple[str, tuple[str, ...]]]()
     rows = mask is not None and _has_rows(graph.shape(mask), queries)  # would need zigzag order
     causal = band_of(node) == CAUSAL and not rows
@@ -96,8 +95,9 @@ def sequence_strategies(node: Node, graph: Graph, queries: int, keys: int) -> tu
         apart = frozenset((*SEQUENCE_LABELS, "embed")) - {label}
         ranks = zigzag_order_ranks(node) or None
         if ranks is None or label in ZIGZAG_LABELS:
-            size, work = min(length, most, key=int), (f"{label} positions", length)
-            made.append(Strategy(label, placements, (result,), size, divides=True, apart=apart, work=work, ranks=ranks))
+            made.append(
+                Strategy(label, placements, (result,), length, divides=True, apart=apart, most=most, ranks=ranks)
+            )
     return tuple(made)
 
 
@@ -257,8 +257,7 @@ def tile_padding_ratio(node: Node, graph: Graph, tile: int) -> float:
 
 
 def reordered_elements(node: Node, choice: Sequence[Strategy], shapes: Sequence[tuple[int, ...]]) -> int:
-    """Elements that a rank reorders: operands and results (``shapes``: local) in zigzag order that
-    it holds in full."""
+    """Elements of zigzag operands and results (``shapes``: local) that a rank holds in full."""
     order, labels = zigzag_order_ranks(node), {s.label for s in choice}
     if not order or ZIGZAG_RING in labels:
         return 0
@@ -323,8 +322,7 @@ def sequence_collectives(site: Site, label: str, queries: int, keys: int) -> tup
 
 
 def _chunk_gathers(site: Site, label: str, keys: int, phase: str) -> list[InternalCollective]:
-    """Head chunks: a gather overlaps the chunk before, a reduce-scatter the one after; in a
-    backward both share that time."""
+    """Head chunks: gathers overlap the chunk before, reduce-scatters the one after."""
     if label not in CHUNKED_LABELS:
         return []
     axes, dtype = site.axes(label), site.in_type(0).dtype

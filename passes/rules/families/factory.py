@@ -71,8 +71,7 @@ def new_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
         found.append(Strategy("I" if p == I else str(p), (p,), (I if p == I else R,), limit))
         for d, n in enumerate(shape):
             if int(n) > 1:
-                size = min(n, limit or n, key=int)
-                found.append(Strategy(f"d{d} of {p}", (p,), (Shard(d),), size, divides=True, joins="results"))
+                found.append(Strategy(f"d{d} of {p}", (p,), (Shard(d),), n, divides=True, joins="results", most=limit))
     return tuple(found)
 
 
