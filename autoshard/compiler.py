@@ -51,7 +51,7 @@ def compile_model(
 
 @contextlib.contextmanager
 def named_errors() -> Iterator[None]:
-    """Inside, an error that autoshard did not mean becomes a :class:`CaptureError`: there is no program."""
+    """Inside, an error that autoshard did not mean becomes a :class:`CaptureError`."""
     try:
         yield
     except (AutoshardError, MemoryError, OSError, torch.OutOfMemoryError):

@@ -41,10 +41,8 @@ class Shard:
 @dataclass(frozen=True, slots=True)
 class Owned(Shard):
     """Table-wise placement: rank ``owner`` holds the full tensor, the others no rows of it.
-
     For embedding tables and expert modules; other axes may shard the owner's tensor. It is a
-    Shard(0) with chunks 0, …, n, …, 0. No redistribution along the axis leads to or from it.
-    """
+    Shard(0) with chunks 0, …, n, …, 0. No redistribution along the axis leads to or from it."""
 
     dim: int = 0
     owner: int = 0
@@ -56,12 +54,10 @@ class Owned(Shard):
 @dataclass(frozen=True, slots=True)
 class Grouped(Shard):
     """Rank r holds chunk r of each segment of dim ``dim``, concatenated, in equal chunks.
-
     For fused projections, whose result is split into segments. ``parts``: the ratio of segment
     lengths in lowest terms, such as ``(4, 1, 1)`` for q, k, v (torch's ``_StridedShard`` if equal).
     No redistribution along the axis leads to or from it. Raises :class:`LayoutError` for an invalid
-    ratio, or one that a DTensor cannot express.
-    """
+    ratio, or one that a DTensor cannot express."""
 
     dim: int = 0
     parts: tuple[int, ...] = (1, 1)

@@ -1,8 +1,6 @@
 """``autoshard.calibrate``: speed of this machine's kernels, memory, collectives and overlap.
-
 Under torch.distributed all ranks measure together and share cores, memory and network cards as in
-training; all get the same numbers. In one process, worker processes (gloo or NCCL) are started.
-"""
+training; all get the same numbers. In one process, worker processes (gloo or NCCL) are started."""
 
 from __future__ import annotations
 

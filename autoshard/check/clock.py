@@ -50,7 +50,7 @@ class StealWatch:
         self.spent = self.repeating = 0.0
 
     def undisturbed(self, measure: Callable[[], MeasuredResult]) -> MeasuredResult:
-        """Result of ``measure`` with at most :data:`MOST_STOLEN` stolen, else the least disturbed try."""
+        """Result of ``measure`` with at most :data:`MOST_STOLEN` stolen, else the best try."""
         share, took, found = self._once(measure)
         self.spent += took
         while share > MOST_STOLEN and self.repeating + took <= REPEAT_SECONDS + REPEAT_RATIO * self.spent:

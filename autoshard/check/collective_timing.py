@@ -152,7 +152,6 @@ class CollectiveTimes:
 
 def outlying_messages(sent: Sequence[tuple[str, int]], seconds: Sequence[float]) -> list[int]:
     """Positions of outliers in ``sent``, and of their neighbours, which may be the wrong ones.
-
     An outlier takes more than :data:`OUTLIER_RATIO` times the next longer message, or is as far off the
     line between its neighbours."""
     odd = set[int]()
@@ -297,7 +296,7 @@ def _processor_seconds(clock: Clock, size: int) -> float:
 
 
 class _ProductStages:
-    """Stages that compute a product, forward and backward; ``compute_seconds``: its processor seconds."""
+    """Stages that compute a product; ``compute_seconds``: its processor seconds, both ways."""
 
     def __init__(self, size: int) -> None:
         self.size, self.compute_seconds = size, 0.0

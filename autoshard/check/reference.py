@@ -115,7 +115,7 @@ def full_tensor_of(x: Tensor) -> Tensor:
 
 
 def loss_of(output: Any, leaves: Sequence[Tensor]) -> Tensor:
-    """:func:`scalar_loss` the output, else the sum of mean squares of its tensors with gradients."""
+    """:func:`scalar_loss` the output, else the sum of mean squares of tensors with gradients."""
     scalar = scalar_loss(output)
     if scalar is not None:
         return scalar

@@ -162,10 +162,8 @@ def mesh_shapes(devices: int) -> Iterator[tuple[int, ...]]:
 
 def divided_mesh_shape(shape: tuple[int, ...], per_node: int) -> tuple[int, ...]:
     """``shape`` with one more axis: the axis that spans nodes is split there, else the largest.
-
     >>> [divided_mesh_shape(shape, 8) for shape in ((4, 16), (8, 8), (2, 2), (64,))]
-    [(4, 2, 8), (4, 2, 8), (2, 2), (8, 8)]
-    """
+    [(4, 2, 8), (4, 2, 8), (2, 2), (8, 8)]"""
     inner = 1
     for i in reversed(range(len(shape))):
         within = per_node // inner
@@ -235,7 +233,6 @@ def _slower_by_text(cost: Cost, won: Cost) -> str:
 
 def served_for(calls: Sequence[ServedCall], devices: int, hardware: Hardware, opts: CompileOptions) -> Plan:
     """The plan of :func:`~autoshard.serving.serving_plan` on the best mesh of ``devices``.
-
     Meshes, candidates and errors are those of :func:`~autoshard.devices.meshes.planned_for`."""
     return _ServingSearch(max(calls, key=lambda c: c.times).graph, hardware, opts, calls=calls).over(devices)
 

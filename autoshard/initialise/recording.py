@@ -34,7 +34,7 @@ Storages = dict[int, torch.UntypedStorage]
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """A tensor as an area of storage number ``storage``. ``stride`` and ``offset`` count elements."""
+    """A tensor as an area of storage number ``storage``; strides and offset in elements."""
 
     storage: int
     dtype: torch.dtype

@@ -1,8 +1,6 @@
 """Adapters of PEFT in sharded modules; needs the package peft.
-
 Importing this file prepares PEFT's classes: adapters may be put into a sharded module, before its first call or later.
-:func:`autoshard.compile` imports it if peft is imported. Adapters of other models are as before.
-"""
+:func:`autoshard.compile` imports it if peft is imported. Adapters of other models are as before."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ def _method(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..
 
 
 def _base(model: nn.Module) -> tuple[dict[str, Any], str]:
-    """Where this tuner, or model of PEFT, has the model that it adapts: a dict, and the key there."""
+    """Where this tuner, or model of PEFT, has the model that it adapts: a dict, and the key."""
     tuner = model if isinstance(model, BaseTuner) else model._modules.get("base_model")
     return (tuner._modules, "model") if isinstance(tuner, BaseTuner) else (model._modules, "base_model")
 

@@ -67,7 +67,7 @@ def _model_in_words(x: Any) -> str:
 
 
 def check_parts(model: nn.Module, parts: Any) -> Any:
-    """``parts`` of ``compile``; :class:`CaptureError` for another type, or a pattern that no module has."""
+    """``parts`` of ``compile``; :class:`CaptureError` for other types and unmatched patterns."""
     if parts is None or parts == "auto":
         return parts
     if isinstance(parts, str) or not isinstance(parts, Sequence) or not all(isinstance(p, str) for p in parts):

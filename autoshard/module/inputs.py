@@ -135,7 +135,7 @@ def batch_part(sharded: Any, number: int | None = None) -> tuple[int, int]:
 
 
 def batch_rows(described: Mapping[str, Mapping[str, Any]], inputs: InputScope) -> set[int]:
-    """Rows of the full batch, of which ranks bring parts. ``described``: name of an input → its global shape."""
+    """Rows of the full batch, in parts on ranks. ``described``: input → global shape."""
     return {entry["shape"][0] for name, entry in described.items() if entry["shape"] and _is_local(name, inputs)}
 
 

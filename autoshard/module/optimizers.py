@@ -1,4 +1,4 @@
-"""Optimizers on sharded parameters: gradient clipping, GradScaler, state loading, stage gradients."""
+"""Optimizers on sharded parameters: clipping, GradScaler, state loading, stage gradients."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def clip_grad_norm_(
 
 
 def _group_of_model(mesh: Any) -> Any:
-    """The process group of a model's ranks; None: all. ``mesh``: of the model, or of one of its tables."""
+    """The process group of a model's ranks; None: all. ``mesh``: the model's, or a table's."""
     mesh = getattr(mesh, "_of", mesh)
     return group_of(mesh.mesh.flatten().tolist(), "axes") if mesh in PART_MESHES else None
 
@@ -277,7 +277,7 @@ def _whole_tensor(x: Any) -> Any:
 
 
 def is_of_stage(p: Tensor) -> bool:
-    """Whether ``p`` is a trained parameter of a pipeline stage. Its mesh may equal that of a module on these ranks alone."""
+    """Whether ``p`` is a trained parameter of a pipeline stage; its mesh does not tell."""
     return mark_stage_gradient in (p._post_accumulate_grad_hooks or {}).values()
 
 

@@ -95,7 +95,7 @@ def _axes_by_dim(layout: Layout, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _step_entry(executable: Executable) -> dict[str, Any]:
-    """Entries of :class:`~autoshard.runtime.programs.launch.SavedStep`: micro-batches and stages."""
+    """Entries of :class:`~autoshard.runtime.programs.launch.SavedStep`."""
     compiled, stages = executable.compiled, stage_ranks(executable)
     pipeline, micro = compiled.pipeline, compiled.micro_batches
     received = [()] if pipeline is None else [stage.received for stage in pipeline.each]

@@ -1,4 +1,4 @@
-"""Plan reuse: the choices of a saved plan for a graph, and the plan of one stage for an equal stage."""
+"""Plan reuse: a saved plan's choices for a graph; a stage's plan for an equal stage."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ def assignment_of(
 ) -> Assignment:
     """The choices of ``plan`` for ``graph``; ``given``: layouts of inputs that arrive sharded. The
     plan's bound is kept if costs are the same: sizes, hardware, ``optimizer``.
-
-    Raises :class:`PlanError` if the plan was made for another model, mesh or mode, or for stages.
-    """
+    Raises :class:`PlanError` if the plan was made for another model, mesh or mode, or for
+    stages."""
     check_mesh(plan, mesh)
     if plan.staged is not None:
         raise PlanError(f"the plan was made for stages: compile with stages={plan.staged.axis!r}")

@@ -300,7 +300,7 @@ class StagePlanner:
         return found.cheapest()
 
     def _last_stage_layouts(self, done: Sequence[PlannedStage]) -> dict[str, Layout]:
-        """Shared parameters for which the last stage alone prefers another layout than the first."""
+        """Shared parameters for which the last stage alone prefers another layout."""
         found: dict[str, Layout] = {}
         fixed = set(self.known.parameters or ())
         for one in reversed(done):
@@ -314,7 +314,7 @@ class StagePlanner:
         return found
 
     def _block(self, stage: Stage) -> tuple[int, int]:
-        """(stage of its rank, group of neighbouring ranks): equal stages of one block are planned alike."""
+        """(stage of its rank, group of neighbours): a block's equal stages are planned alike."""
         ranks = len(self.stages) // self.chunks
         return stage.number // ranks, stage.number % ranks * OUTER_LIMITS.most_stage_plans // len(self.stages)
 

@@ -97,7 +97,7 @@ def _is_once_per_step(c: Collective, plan: Record) -> bool:
 
 
 def _collective_seconds(collectives: Iterable[Collective]) -> float:
-    """Seconds that the operations beside them (rings of attention, collective matmuls) do not hide."""
+    """Seconds that operations beside them (rings, collective matmuls) do not hide."""
     return math.fsum(c.seconds - c.hidden_s for c in collectives)
 
 

@@ -197,7 +197,7 @@ def _decode_call(skeleton: nn.Module, prompt: dict[str, Any], times: float, capt
 
 
 def _carried_states(given: Any, own: Mapping[str, Any], decode: Graph) -> tuple[tuple[str, int], ...]:
-    """See :attr:`ServedCall.carried`. ``given``: outputs of prefill; ``own``: arguments of decode."""
+    """See :attr:`ServedCall.carried`; ``given``: prefill's outputs, ``own``: decode's arguments."""
     places = {id(x): i for i, x in enumerate(flatten_registered(given)[0]) if isinstance(x, Tensor)}
     fields, taken = _output_fields(given), list[int | None]()
     for name, value in own.items():

@@ -1,5 +1,4 @@
 """Serving: one layout of the weights for all calls of a profile, found by one joint search.
-
 :class:`JointSearch` puts the cost networks of several graphs side by side, such as a prompt
 (prefill) and a token after it (decode). Seconds of each are multiplied by how often it runs.
 Edges that allow equal layouts alone tie variables: a parameter in all graphs, a KV cache where it

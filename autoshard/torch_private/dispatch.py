@@ -1,4 +1,4 @@
-"""Torch's dispatcher: keys, kernels, modes; and who holds a tensor. Light: generated code imports it."""
+"""Torch's dispatcher: keys, kernels, modes, users. Light: generated code imports it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _RULES = [
 
 
 def has_rule(op: Any) -> bool:
-    """Whether DTensor has a rule of ``op`` itself. Else torch >= 2.12 may infer one from a decomposition."""
+    """Whether DTensor has a rule of ``op`` itself, not from a decomposition (torch >= 2.12)."""
     return any(op in known for known in _RULES)
 
 

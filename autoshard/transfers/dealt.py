@@ -1,4 +1,4 @@
-"""Optimizers of full matrices, dealt to ranks: one rank gathers a matrix, updates it, and scatters it back."""
+"""Optimizers of full matrices, dealt to ranks: gather a matrix, update it, scatter it."""
 
 from __future__ import annotations
 

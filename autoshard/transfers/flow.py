@@ -1,9 +1,7 @@
 """Who sends: the assignment of demanded bytes to the ranks that hold them, balanced and near.
-
 The least load of the fullest sender follows from maximum flows; a minimum-cost flow within a margin
 of it prefers senders on the receiver's node. Ranks that hold the same, as far from every receiver,
-are one node of the network, so that its size does not grow with the number of ranks.
-"""
+are one node of the network, so that its size does not grow with the number of ranks."""
 
 from __future__ import annotations
 
@@ -134,7 +132,7 @@ def _reached(residual: nx.DiGraph) -> set[object]:
 def _near_flow(
     demands: Mapping[Demand, int], senders: Sequence[_Senders], limit: int, node_of: Callable[[int], int]
 ) -> FlowToNodes | None:
-    """(holders, node of needers) → senders → units, with the fewest units from other nodes; None: too many."""
+    """(holders, node of needers) → senders → units, least from other nodes; None: too many."""
     wanted: dict[tuple[tuple[int, ...], int], int] = defaultdict(int)
     for demand, units in demands.items():
         wanted[demand.holders, node_of(demand.needer)] += units

@@ -46,7 +46,7 @@ class RankMessages:
 
     @staticmethod
     def of(schedule: Schedule, rank: int, buffer: int) -> RankMessages:
-        """The messages of global ``rank``: each pair's in equal parts, so that ``buffer`` bytes suffice."""
+        """The messages of global ``rank``: each pair's in equal parts within ``buffer`` bytes."""
         busy = Counter[int]()
         for message in schedule.messages:
             if message.sender >= 0:  # files are read when messages are done

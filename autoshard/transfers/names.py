@@ -1,4 +1,4 @@
-"""Which source tensor each target tensor takes: equal names, a function or a table of names, tied tensors once."""
+"""Which source tensor each target tensor takes: equal names, a function, a table, ties."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def _block_text(layout: Layout, shape: tuple[int, ...], rank: int) -> str:
 
 
 def _stage_cells(plan: Record) -> list[list[Any]]:
-    """Per stage (number, rank, modules, forward s, backward s, bytes sent, in flight, peak bytes)."""
+    """Per stage (number, rank, modules, forward s, backward s, bytes sent, in flight, peak)."""
     rows = []
     for stage in stage_rows(plan):
         batch, modules = stage.times.batch, dict.fromkeys(map(layer_glob, stage.modules))

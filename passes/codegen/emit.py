@@ -1,5 +1,4 @@
 """Emit a program as one readable SPMD Python file, with a class per distinct block.
-
 Consecutive calls of equal blocks are rolled into a loop: ``for block in self.blocks: x =
 block(x)``."""
 
@@ -160,8 +159,7 @@ class Source:
 
 
 def codegen(program: Program, title: str = "model", recomputed: Sequence[Recomputed] = ()) -> Source:
-    """Python source of ``program``. ``title`` names the model in the docstring, ``recomputed`` is
-    for comments."""
+    """Python source of ``program``; ``title`` names the model, ``recomputed`` is for comments."""
     file = _SourceFile()
     root, _ = _ProgramEmitter(program, title, recomputed, file).root()
     header = f"{title} on mesh {program.mesh}: what every rank runs, on its own shards."

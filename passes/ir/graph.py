@@ -1,5 +1,4 @@
 """The graph that all passes share: typed values, and operations in program order.
-
 Graphs are frozen; a pass builds a new one. Nested arguments are read by :func:`walk` and
 rewritten by :func:`map_tree`."""
 
@@ -246,8 +245,8 @@ class Node(CallLike):
 
     @cached_property
     def input_slots(self) -> tuple[int, ...]:
-        """Per entry of ``inputs``, its position in :func:`tensor_arguments`; :class:`RuleError` for
-        an argument that takes no tensor."""
+        """Per entry of ``inputs``, its position in :func:`tensor_arguments`, else
+        :class:`RuleError`."""
         names, slots = tensor_arguments(self.op), list[int]()
         for name, value in self.given:
             found = len(list(refs(value)))
@@ -326,7 +325,7 @@ STATIC = Symbols()
 
 @dataclass(frozen=True, slots=True)
 class OutputView:
-    """An output that is a view of another output or of an input in eager, or is not contiguous; lengths in elements."""
+    """An output that in eager views another or an input, or is not contiguous; in elements."""
 
     number: int
     """of the output leaf"""
@@ -416,8 +415,7 @@ class Graph:
 
     @cached_property
     def states(self) -> dict[str, str]:
-        """Mutated buffers and inputs that keep their type: fqn → name. Old and new value share one
-        layout."""
+        """Mutated buffers and inputs that keep type and layout: fqn → name."""
         names = {i.fqn: i.name for i in self.inputs if i.fqn in self.mutations}
         old_and_new = {fqn: (self.types[old], self.types[self.mutations[fqn]]) for fqn, old in names.items()}
         alike = {

@@ -252,11 +252,10 @@ def merge_statements(
     function: str, members: Sequence[Statement], zero: Mapping[str, int] = MappingProxyType({})
 ) -> Statement:
     """Redistribution steps of one kind over the same axes as one call of ``function`` (a bucket).
-
     Arguments but the axes become tuples: ``all_gather(w, 0, "dp", to="R")`` and the same of ``b``
     become ``gather_parameters((w, b), (0, 0), "dp", to="R")``. ``sizes`` holds gathered lengths
-    where shards are uneven. ``zero``: see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`.
-    """
+    where shards are uneven. ``zero``: see
+    :attr:`~autoshard.passes.ir.assignment.Assignment.zero`."""
     if function in _MERGE_FUNCTIONS:
         return _MERGE_FUNCTIONS[function](members)
     first = members[0]

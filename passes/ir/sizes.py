@@ -1,5 +1,4 @@
 """Symbolic sizes: ints with a sympy expression, and the conditions a program needs of a call.
-
 A :class:`Size` is the int of the example, which costs and choices read, with a sympy expression
 of the input lengths that may differ between calls, which generated code computes. Arithmetic
 keeps both. Equality compares both: ``Size(8, batch) == 8`` is False, because it need not hold in

@@ -36,8 +36,8 @@ def _check_definition(name: str, defined: set[str], graph: Graph, where: str) ->
 
 
 def check_program(program: Program) -> None:
-    """Check that all reads are in the planned layouts, and that a merged call merges its members;
-    else :class:`PlanError`."""
+    """Raise :class:`PlanError` for reads in other layouts, and merged calls unlike their
+    members."""
     made = {value.name for value in program.graph.inputs}
     for statement in program.statements:
         _check_reads(statement, made)

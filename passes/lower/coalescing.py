@@ -1,4 +1,4 @@
-"""Message coalescing: look-ups in embedding tables share one exchange, small collectives one call."""
+"""Message coalescing: table look-ups share one exchange, small collectives one call."""
 
 from __future__ import annotations
 
@@ -64,8 +64,7 @@ def _merge_look_ups(unit: list[Statement], whole: set[str]) -> Statement:
 
 
 def _look_up_key(s: Statement, program: Program, stored: Container[str], level: int) -> Any:
-    """What look-ups in one call have in common, or None. ``stored``: tables as stored, or entered
-    for a gradient sum over replicas."""
+    """What look-ups in one call have in common, or None. ``stored``: tables stored or entered."""
     call, kwargs = s.call, s.call.kwargs
     if call.fn == TABLE_WISE:
         form = [(name, kwargs.get(name)) for name in ("sparse", "summed")]

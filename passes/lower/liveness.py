@@ -1,4 +1,4 @@
-"""Liveness: states (KV caches) are written in place, large locals are freed after their last use."""
+"""Liveness: states (KV caches) written in place, large locals freed after the last use."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def _least_memory_plans(planner: Planner, budget: float, at_end: bool, rounds: i
 
 
 def _simulated(planner: Planner, assignment: Assignment) -> tuple[Program, Memory]:
-    """The program and memory of a result of a limited search, of which the planner's bound learns."""
+    """Program and memory of a limited search's result; the planner's bound learns of it."""
     program, memory = lower_and_simulate(assignment, planner.optimizer, planner.micro_batches_held)
     planner.learn(assignment, memory.peak)
     return program, memory
@@ -178,7 +178,7 @@ def _live(memory: Memory, at_end: bool) -> dict[str, float]:
 
 
 def _quicker_plans(planner: Planner, budget: float, excess: np.ndarray, seconds: float) -> Simulated:
-    """Plans quicker than one that fits and takes ``seconds``: bisection on the price of a second."""
+    """Plans quicker than one that fits in ``seconds``: bisection on the price of a second."""
     low, high, price = 0.0, math.inf, budget / max(seconds, MIN_STEP_SECONDS)
     for _ in range(OUTER_LIMITS.quicker_rounds):
         assignment = planner.least(excess, price)
@@ -215,7 +215,7 @@ def _plans_of_strategies(
 
 
 def lower_and_simulate(assignment: Assignment, optimizer: str, micro_batches_held: int = 0) -> tuple[Program, Memory]:
-    """Lower an assignment and simulate its memory; ``micro_batches_held``: micro-batches in flight."""
+    """Lower and simulate an assignment; ``micro_batches_held``: micro-batches in flight."""
     program = lower_assignment(assignment)
     with record_conditions():  # memory at the example's lengths: these decisions bind no program
         memory = simulate_memory(program, optimizer)

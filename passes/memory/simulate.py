@@ -75,8 +75,7 @@ def form_bytes(form: TensorSpec) -> int:
 
 
 def bucket_outcome(s: Statement, forms: Sequence[TensorSpec]) -> Outcome:
-    """A bucket of parameters: views of one buffer if gathered, else themselves. ``forms``: of its
-    results."""
+    """A bucket of parameters: views of one buffer if gathered. ``forms``: of its results."""
     sizes = tuple(map(form_bytes, forms))
     each = tuple(ResultSpec(form, ~i) for i, form in enumerate(forms))
     if s.call.fn == "gather_parameters":

@@ -245,8 +245,7 @@ class _SeparationNetwork:
         return nodes[bisect.bisect(range(1, len(nodes)), False, key=lambda n: self._divided(n) is None)]
 
     def _divided(self, number: int, ends: Sequence[str] = ()) -> dict[str, Any] | None:
-        """States in which the first ``number`` ops repeat no work for the full batch, or None.
-        ``ends``: variables of written buffers that count, too."""
+        """States in which the first ``number`` ops (and ``ends``) repeat no work, or None."""
         types = self.graph.types
         costs = {v: cost for v, cost in self.costs.items() if v.startswith("input:") or v in ends}
         for node in self.graph.nodes[:number]:

@@ -26,8 +26,7 @@ ADDITIONS = frozenset(
 
 
 def partial_with_constant(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    """The strategy of tensor + constant on partial sums (run by :func:`with_constant_share`), or
-    None. Integers have no shares."""
+    """The strategy of tensor + constant on partial sums, or None: integers have no shares."""
     if node.op not in ADDITIONS or len(node.inputs) != 1 or isinstance(node.argument("other"), Ref):
         return ()
     operand, result = (graph.types[name].dtype for name in node.values)

@@ -91,8 +91,7 @@ class BoundarySearch:
     """seconds of the host per action"""
 
     def best(self) -> Boundaries:
-        """The boundaries with the least seconds by formula; :class:`PlanError` for too few segments
-        or if nothing fits."""
+        """The boundaries with the least seconds by formula; :class:`PlanError` if nothing fits."""
         if self.stages > len(self.pieces):
             raise PlanError(
                 f"{self.stages} stages were asked for, but the graph can be split into {len(self.pieces)} "
@@ -300,8 +299,8 @@ class BoundarySearch:
         return found
 
     def _least_sum_cut(self, bound: float, later: float | None = None) -> tuple[float, tuple[int, ...]] | None:
-        """The least sum of ``t_i`` ≤ ``bound`` (``later``: for stages not the first of their rank),
-        and the ends."""
+        """The least sum of ``t_i`` ≤ ``bound`` (``later``: of later stages of a rank), and the
+        ends."""
         best = np.full(len(self.pieces) + 1, np.inf)
         best[0] = 0.0
         chosen = []

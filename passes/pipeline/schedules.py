@@ -2,7 +2,6 @@
 are those of :mod:`torch.distributed.pipelining`, which runs them: stage ``s`` lies on rank ``s %
 ranks``; F forward, B backward, or, where it is split, I (gradients of inputs) and W (of
 weights).
-
 Sources: GPipe (Huang et al. 2019), 1F1B (Narayanan et al., PipeDream 2019), interleaved (Narayanan
 et al. 2021), zero bubble (Qi et al. 2023, ZB-H1)."""
 
@@ -205,8 +204,8 @@ def max_in_flight(order: Sequence[Action]) -> int:
 
 
 def peak_kept(order: Sequence[Action], kept: Sequence[float]) -> float:
-    """Peak of what a rank keeps from F until the backward (W if split) ends; ``kept``: per stage,
-    of one micro-batch."""
+    """Peak of what a rank keeps from F to the backward's end; ``kept``: per stage and
+    micro-batch."""
     now = most = 0.0
     last = "W" if any(a.kind == "W" for a in order) else "B"
     for action in order:
@@ -303,8 +302,7 @@ class NumberedAction(NamedTuple):
 
 @lru_cache(maxsize=64)
 def numbered_actions(orders: Orders, last: int) -> tuple[tuple[tuple[NumberedAction, ...], ...], int]:
-    """Per rank its actions as numbers, and their count with one that never comes. ``last``: the
-    last stage."""
+    """Per rank its actions as numbers, and their count with one that never comes."""
     numbers = {action: i for i, action in enumerate(a for order in orders for a in order)}
     never = len(numbers)
 

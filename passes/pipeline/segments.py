@@ -36,8 +36,8 @@ FREE_MESSAGE_SECONDS = 1e-5
 
 @dataclass(frozen=True)
 class SegmentedGraph:
-    """``graph`` of one micro-batch on ``mesh`` without the axis of stages. ``route``: links between
-    two stages' ranks."""
+    """``graph`` of one micro-batch on ``mesh`` without the axis of stages, which ``route``
+    links."""
 
     graph: Graph
     mesh: Mesh

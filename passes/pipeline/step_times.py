@@ -20,8 +20,7 @@ SOLVER_TOLERANCE = 1e-6
 
 
 def cut_step_seconds(orders: Orders, cuts: Sequence[Sequence[StageSeconds]]) -> Array:
-    """float64 [cuts]: seconds of each cut's step, from its stages'; :class:`ValueError` for an
-    order that deadlocks."""
+    """float64 [cuts]: seconds of each cut's step; :class:`ValueError` for a deadlock."""
     last = len(cuts[0]) - 1
     kinds = sorted({a.kind for order in orders for a in order})
     adds = {
@@ -130,7 +129,7 @@ def _path_coefficients(
 
 
 def _minimum_of_last(table: Array, low: Array, high: Array) -> float:
-    """Least value of the last of variables x ≥ 0 with low ≤ ``table`` x ≤ high, less SOLVER_TOLERANCE."""
+    """Least last of variables x ≥ 0 with low ≤ ``table`` x ≤ high, less SOLVER_TOLERANCE."""
     programme, columns = highspy.HighsLp(), table.shape[1]
     programme.num_row_, programme.num_col_ = table.shape
     programme.col_cost_ = np.eye(columns)[-1]

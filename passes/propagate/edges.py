@@ -1,5 +1,4 @@
 """Edges of the cost network: readers of a value, and seconds and bytes of its redistribution.
-
 :data:`EDGE_TERMS` names what adds seconds to an edge. The search asks for all states of both ends, the
 objective for one of each, and the alternatives for all of one operation."""
 
@@ -175,8 +174,7 @@ def _gradient_sum_matrices(
 
 
 def as_parts(links: Sequence[np.ndarray] | np.ndarray, movable: bool) -> StepParts:
-    """Seconds (launches and copies, links in a node, links between nodes) as blocking or movable;
-    the first never overlap."""
+    """Seconds (launches and copies, links in a node, between nodes) as blocking or movable."""
     launches, node, network = links
     total = launches + node + network
     if not movable:
@@ -324,7 +322,7 @@ def _coalesced_term(edge: PricedEdge) -> StepParts | None:
 
 
 def _again_term(edge: PricedEdge) -> StepParts | None:
-    """The redistribution repeated in the backward. For a recomputed operation it blocks; else the source is ready early."""
+    """The backward's repeated redistribution; it blocks for recomputed operations alone."""
     if edge.memory is None or not edge.memory.again.any():
         return None
     asked, found, shares = edge.link.asked, NO_SECONDS, edge.tables.shares
@@ -390,8 +388,7 @@ class EdgeTables:
         return NO_RING_PRODUCTS if shared else self.products.get(link.value, NO_RING_PRODUCTS)
 
     def of(self, link: ValueEdge, held: bool, micro_batches_held: int = 1) -> EdgeTable:
-        """The table of a link, with bytes if ``held``. ``micro_batches_held``: micro-batches in flight, which
-        multiply bytes of activations."""
+        """The table of a link, with bytes if ``held``, for ``micro_batches_held`` in flight."""
         edge, rows, columns = self._priced(link, held)
         mask = None if edge.link.mask is None else np.tile(edge.link.mask, edge.tags[1])
         found = ((name, term(edge)) for name, term in EDGE_TERMS.items())
@@ -403,7 +400,7 @@ class EdgeTables:
         return EdgeTable(terms, CompactMatrix(amounts, rows, columns) if amounts.any() else None, rows, columns)
 
     def _priced(self, link: ValueEdge, held: bool) -> tuple[PricedEdge, np.ndarray, np.ndarray]:
-        """``link`` reduced to choices that differ in price, and state → reduced state of both ends."""
+        """``link`` reduced to choices that differ in price; state → reduced state of both ends."""
         at = None if link.ways is None else link.ways.at
         given, above, _, rows = self._reduced(link.given, (link.given.holds,))
         asked, beside, first, columns = self._reduced(link.asked, (link.asked.saves, link.mask, at))
@@ -421,7 +418,7 @@ class EdgeTables:
     def _reduced(
         self, side: EdgeSide, marks: Sequence[np.ndarray | None]
     ) -> tuple[EdgeSide, np.ndarray, np.ndarray, np.ndarray]:
-        """(side of choices that differ in layout or marks, number of their layouts, these choices, state → reduced state)."""
+        """(side of choices that differ, number of layouts, these choices, state → reduced)."""
         numbers = self._layouts(side.placed)[1]
         first, where = joint_classes([numbers, *(mark.astype(np.int64) for mark in marks if mark is not None)])
         saves, holds = (None if mark is None else mark[first] for mark in (side.saves, side.holds))

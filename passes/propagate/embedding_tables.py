@@ -1,5 +1,4 @@
 """Embedding tables in the search: table-wise placement on owner ranks, and grouped look-ups.
-
 The search decides that a table has an owner; :func:`assign_owners` then balances tables over
 ranks. Look-ups in owned tables share one all-to-all (grouped look-ups): :class:`ExchangePricing`
 prices its latency and the optimizer's update of the busiest rank. :class:`GroupedOpSpaces` adds

@@ -1,5 +1,4 @@
 """Layouts that a value may have: candidates from its shape, hints, layouts of earlier programs.
-
 A hint is a pattern of names with a placement or a style; :func:`resolve_hints` turns hints into
 constraints on values."""
 
@@ -140,7 +139,7 @@ class Constraint:
         return all(_placement_matches(p, state[mesh.index(axis)]) for axis, p in self.axes)
 
     def check(self, type_: TensorType, kind: str, reassigned: bool = False) -> None:
-        """Raise :class:`HintError` for an impossible hint. ``reassigned``: every call sets the buffer."""
+        """Raise :class:`HintError` for an impossible hint. ``reassigned``: calls set the buffer."""
         for axis, p in self.axes or ((None, self.anywhere),):
             where = f" on axis {axis!r}" if axis else ""
             if isinstance(p, Shard) and p.dim < 0:

@@ -130,7 +130,7 @@ class BuiltNetwork:
 
     @property
     def least_kept(self) -> tuple[LinearRow, LinearRow]:
-        """``kept`` without workspace: operations after the last block hold theirs one after another."""
+        """``kept`` without workspace: operations after the last block hold theirs in turn."""
         return replace(self.kept[0], nodes=self.saved), self.kept[1]
 
 
@@ -445,7 +445,7 @@ class LayoutNetwork:
         return self.known[key]
 
     def _output_states(self, number: int, name: str) -> tuple[Placements, ...]:
-        """Layouts of an output, the wanted one if possible. Scalars are replicated; no partial sums."""
+        """Layouts of an output, the wanted one if possible; scalars replicated, no sums."""
         type_, asked = self.graph.types[name], self.given.get(f"out:{number}")
         states = candidate_placements(type_, self.mesh, replicated=I if type_.grad else R)
         if self.spaces.asked and name in self.graph.producers:

@@ -82,8 +82,7 @@ class OpSpace:
 
 @dataclass(frozen=True, slots=True)
 class OpRequest:
-    """What a named strategy asks of an operation on one mesh axis: factors to shard, where sizes
-    allow, or none."""
+    """What a named strategy asks of an operation on one mesh axis: factors to shard, or none."""
 
     cuts: frozenset[str]
     """factors of strategies"""
@@ -212,8 +211,7 @@ def _cheapest_by_layout(
 def _with_local_shapes(
     choices: Sequence[tuple[Strategy, ...]], types: Sequence[TensorType], mesh: Mesh
 ) -> Iterator[tuple[tuple[Strategy, ...], Any, tuple[Placements, ...], tuple[tuple[int, ...], ...]]]:
-    """Each choice with its layouts as numbers, placements and local shapes. Cached per value: few
-    distinct placements occur."""
+    """Each choice with its layouts as numbers, placements and local shapes, cached per value."""
     each: dict[int, tuple[int, ...]] = {}
     numbers: list[dict[Placement, int]] = [{} for _ in types]
     for strategy in {id(s): s for choice in choices for s in choice}.values():
@@ -233,8 +231,7 @@ def _with_local_shapes(
 
 
 class OpSpaces:
-    """Op spaces by node, shared by equal signatures. ``asked``: node name → restrictions;
-    ``chosen``: → its only choice."""
+    """Op spaces by node, shared by equal signatures. ``asked``: restrictions; ``chosen``: fixed."""
 
     def __init__(
         self,
@@ -296,8 +293,8 @@ def _strategies_for_ranks(strategies: Sequence[Strategy], ranks: int) -> list[St
 
 
 def is_feasible(choice: Sequence[Strategy], mesh: Mesh, free: bool = False) -> bool:
-    """Whether every rank gets a chunk of each factor, and no strategy excludes another. ``free``:
-    no strategy excludes others."""
+    """Whether every rank gets a chunk of each factor, and (unless ``free``) none excludes
+    another."""
     if not free and not can_combine_axes(choice):
         return False
     used: dict[str, list[int]] = {}

@@ -1,5 +1,4 @@
 """The search for the cheapest assignment of a graph, with and without a memory limit.
-
 :class:`Planner` solves the cost network of one graph again and again: without a limit, within rows
 of the bytes live at some moments (cutting planes), or for least memory. :func:`decode_assignment`
 turns a solution of the network into layouts and strategies."""
@@ -98,8 +97,8 @@ class MomentCut:
     """most bytes, by the row, of a plan within the budget"""
 
     def learn(self, held: float, live: float, budget: float, fits: bool) -> bool:
-        """Learn of a plan with ``held`` bytes by the row, ``live`` when simulated; whether the
-        limit changed much."""
+        """Learn of a plan: ``held`` bytes by the row, ``live`` simulated; whether the limit changed
+        much."""
         old, exact = self.limit, budget - (live - held)
         if live > budget:
             self.least_above, self.limit = min(self.least_above, held), min(old, exact)
@@ -244,8 +243,7 @@ class Planner:
         return any(moved)
 
     def loosen(self, budget: float) -> bool:
-        """Raise limits that no plan meets halfway to the plans that they cut off; returns whether
-        one rose much."""
+        """Raise limits that no plan meets halfway to the plans cut off; whether one rose much."""
         rises = [(cut, (cut.least_above - cut.limit) / 2) for cut in self._cuts.values()]
         for cut, rise in rises:
             cut.limit += rise if math.isfinite(rise) else 0.0
@@ -288,8 +286,8 @@ class Planner:
         return self._bounds[key]
 
     def _under(self, budget: float, limits: Sequence[float], spare: Sequence[float]) -> Solution:
-        """The fastest solution; its lower bound may be unproven. ``spare``: bytes beyond ``budget`` at
-        both ends."""
+        """The fastest solution, perhaps without proof. ``spare``: bytes beyond ``budget`` at both
+        ends."""
         self._free = None
         prepared = self._prepared = self._prepared or self._with_rows()
         built = self.network(limited=True)[1]

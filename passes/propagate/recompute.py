@@ -88,8 +88,7 @@ def _searched_states(node: Node) -> tuple[int, ...]:
 
 
 def _matched_modules(graph: Graph, patterns: Mapping[str, bool]) -> dict[str, str]:
-    """Node → the outermost module that the last matching pattern recomputes with it: ``layers.*``
-    also matches inside."""
+    """Node → the outermost module that the last matching pattern (``layers.*``) recomputes."""
     if wrong := [f"{pattern!r}: {what!r}" for pattern, what in patterns.items() if not isinstance(what, bool)]:
         raise HintError(f"recompute: {wrong[0]} is neither True (recomputed) nor False (kept)")
     if unnamed := [pattern for pattern in patterns if not isinstance(pattern, str)]:
@@ -110,8 +109,7 @@ def _matched_modules(graph: Graph, patterns: Mapping[str, bool]) -> dict[str, st
 
 
 def _checkpoint_states(graph: Graph, module: Mapping[str, str]) -> dict[str, int]:
-    """Recompute states of modules: keep the inputs of each ("": no module), recompute inside what
-    is needed there."""
+    """Recompute states of modules: keep the inputs of each ("": none), recompute what is needed."""
     states: dict[str, int] = {}
     needed: set[str] = set()
     left: set[str] = set()

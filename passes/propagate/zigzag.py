@@ -1,10 +1,8 @@
 """Zigzag (load-balanced) order of a sequence, carried through a graph: balanced causal attention.
-
 Causal ring attention is balanced if each rank holds one early and one late block of the sequence.
 Position-wise operations run in any order, so a chunk of a tensor in zigzag order is such a pair of
 blocks. The graph switches order only at the ends: a minimum cut chooses which operations run in
-zigzag order so that reordering sends the fewest bytes.
-"""
+zigzag order so that reordering sends the fewest bytes."""
 
 from __future__ import annotations
 
@@ -119,7 +117,7 @@ def sequence_links(graph: Graph, ranks: int) -> dict[str, SequenceLink]:
 def _propagate_links(
     graph: Graph, ranks: int, blocked: Collection[str], candidates: dict[Any, list[SequenceLink]]
 ) -> tuple[dict[str, SequenceLink], set[str]]:
-    """(:func:`sequence_links`, operations that meet a value along two different dims); skips ``blocked``."""
+    """(:func:`sequence_links`, operations with a value along two dims); skips ``blocked``."""
     found: dict[str, SequenceLink] = {}
     dims: dict[str, int] = {}
     clashing = set[str]()
@@ -168,8 +166,7 @@ def _attention_link(node: Node, graph: Graph) -> SequenceLink:
 
 
 def order_free_links(node: Node, graph: Graph) -> Iterator[SequenceLink]:
-    """Dims along which ``node`` is position-wise, reduces, or runs unchanged on any chunk (as small
-    as one position)."""
+    """Dims along which ``node`` is position-wise, reduces, or runs unchanged on any chunk."""
     rule = rule_for(node.op)
     if rule is None or (rule.local is not None and node.op not in ORDER_FREE_OPS):
         return
@@ -301,8 +298,7 @@ class _ZigzagRewriter:
         )
 
     def read(self, value: str, dim: int | None, reader: Node | None) -> str:
-        """Name of ``value`` in zigzag order along ``dim`` (None: sequence order). ``reader``: None
-        for outputs."""
+        """Name of ``value`` in zigzag order along ``dim`` (or sequence order) for ``reader``."""
         made = self._folded.get(value)
         folded = dim is not None
         if folded is (made is not None):

@@ -1,11 +1,9 @@
 """The layout graph: states of a tensor on a mesh, and the steps between them.
-
 A state is a placement per mesh axis, and per tensor dim the nesting order of its axes. A step is
 one runtime call on a group of axes (flattened). Steps touch inner ends of nests only: gather, pad
 and move remove there, slice and scatter add there. So every intermediate is a nested
 ``torch.chunk`` layout, also with uneven sizes. The graph depends on axis sizes and the number of
-dims alone: it is built once, and priced per shape with array arithmetic.
-"""
+dims alone: it is built once, and priced per shape with array arithmetic."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ _LETTER = {placement: letter for letter, placement in UNSHARDED.items()}
 
 
 class LayoutState(NamedTuple):
-    """``kinds``: per axis "S" or a key of ``UNSHARDED``. ``nests``: per dim its axes, outer
+    """``kinds``: "S" or a key of ``UNSHARDED`` per axis; ``nests``: per dim its axes, outer
     first."""
 
     kinds: tuple[str, ...]
@@ -44,8 +42,7 @@ class LayoutState(NamedTuple):
     def convert(
         self, group: tuple[int, ...], to: str, leave: int | None = None, join: int | None = None
     ) -> LayoutState:
-        """Make axes of ``group`` ``to``: leave the inner end of dim ``leave``, join dim
-        ``join``."""
+        """Make axes of ``group`` ``to``: leave dim ``leave``'s inner end, join dim ``join``."""
         kinds = tuple(to if a in group else k for a, k in enumerate(self.kinds))
         nests = list(self.nests)
         if leave is not None:
@@ -99,10 +96,8 @@ def layout_of(state: LayoutState, mesh: Mesh) -> Layout:
 
 class LayoutSpace:
     """All states and moves for mesh ``sizes`` and tensors of ``ndim`` dims, as arrays over moves.
-
     ``kinds``: unsharded placements that may occur. Axes not FREE in ``base`` keep its placement.
-    Moves are sorted by source; those of state ``s`` are ``first[s]:first[s+1]``.
-    """
+    Moves are sorted by source; those of state ``s`` are ``first[s]:first[s+1]``."""
 
     def __init__(self, sizes: tuple[int, ...], ndim: int, kinds: tuple[str, ...], base: LayoutState) -> None:
         self.sizes, self.ndim, self.kinds, self.base = sizes, ndim, kinds, base

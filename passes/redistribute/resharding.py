@@ -1,5 +1,4 @@
 """The entry :func:`redistribution`, also through a reshape (after MindSpore's unification).
-
 A reshape is planned on the common refinement of both shapes. ``[b, s, h·d]`` and ``[b, s, h, d]``
 share the factors ``[b, s, h, d]``: a layout of either shape is a layout of the factors wherever
 chunks are whole factors. The plan is a shortest path through three graphs of layouts (source

@@ -130,7 +130,7 @@ def positive(dim: int, rank: int) -> int:
 
 
 def dims_argument(dims: int | Sequence[int] | None, rank: int, *, empty_is_all: bool = True) -> tuple[int, ...]:
-    """A ``dim`` argument as sorted non-negative dims; None means all, and so does () with most reductions."""
+    """A ``dim`` argument as sorted non-negative dims; None, and mostly (), means all."""
     if isinstance(dims, int):
         dims = (dims,)
     elif dims is None or (empty_is_all and not dims):
@@ -243,9 +243,7 @@ Types = Mapping[str, TensorType]
 @dataclass(frozen=True)
 class Facts:
     """Facts about an op besides its sharding, see :mod:`~autoshard.passes.rules.facts`.
-
-    The defaults are safe for any op: autograd may save everything.
-    """
+    The defaults are safe for any op: autograd may save everything."""
 
     saves: str | Callable[[Node, Types], str | None] | None = None
     """names of operands and results that autograd saves for the backward; None: all of them

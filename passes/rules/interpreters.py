@@ -164,7 +164,7 @@ class AbstractRun:
         return tuple(self.comm.sent)
 
     def _key(self, call: LocalCall, operands: Mapping[str, TensorSpec], training: bool) -> tuple[Any, tuple[str, ...]]:
-        """A key that is equal for runs with equal results, and the axes in their order of mention."""
+        """A key that is equal for runs with equal results; the axes in order of mention."""
         numbers = {name: i for i, name in enumerate(operands)}
         text, axes = self._canonical_axes(repr(map_tree(call, lambda x: numbers[x.name] if isinstance(x, Ref) else x)))
         return (text, *operands.values(), training, torch.get_default_dtype()), axes
@@ -318,7 +318,7 @@ class _StorageCounter(TorchDispatchMode):
         kept: Iterable[Tensor] = (),
         scratch_ops: Set[Any] = frozenset(),
     ) -> None:
-        """``results``: cache of earlier ops, extended here. ``scratch_ops``: as :data:`SCRATCH_KERNELS`."""
+        """``results``: cache of ops, extended here. ``scratch_ops``: as :data:`SCRATCH_KERNELS`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.results, self.scratch_ops = results, scratch_ops
         self.ignored: dict[int, StorageWeakRef] = {}

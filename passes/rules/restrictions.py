@@ -56,7 +56,7 @@ def check_random(graph: Graph) -> None:
 
 @cached_per_graph
 def with_own_streams(graph: Graph) -> Graph:
-    """``graph`` whose dropout draws per shard, from a stream of its own; attention with it stays fused."""
+    """``graph`` whose dropout draws per shard, from its own stream; attention stays fused."""
 
     def drops(node: Node) -> bool:
         fused = node.op is aten.scaled_dot_product_attention.default and node.argument("dropout_p", 0.0)

@@ -1,4 +1,4 @@
-"""Arrays of costs: matrices that store equal rows and columns once, sums by torch, deduplication."""
+"""Arrays of costs: matrices with equal rows and columns stored once, sums by torch."""
 
 from __future__ import annotations
 
@@ -102,9 +102,7 @@ def by_first_appearance(where: Classes) -> tuple[Classes, Classes]:
 
 def grid_exponent(used: Iterable[tuple[FloatArray, int]]) -> int:
     """Exponent of the power of two whose multiples add up exactly. ``used``: arrays, and how often they are summed.
-
-    The sum takes 50 of the 53 bits of float64; messages need the rest.
-    """
+    The sum takes 50 of the 53 bits of float64; messages need the rest."""
     total = sum(float(np.abs(array[np.isfinite(array)]).max(initial=0.0)) * times for array, times in used)
     return math.frexp(total)[1] - 50
 

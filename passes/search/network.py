@@ -65,11 +65,9 @@ class CostNetwork:
 class LinearRow:
     """A linear side constraint: Σ nodes[i][s_i] + Σ edges[e][s_i, s_j] ≤ limit; excess costs
     ``price`` a unit.
-
     ``nodes``: float64 [n_i] per node; ``edges``: float64 [n_i, n_j] per edge, in the network's
     order, compact where the network's is, with the same classes; None: zeros. Infinite ``price``: a
-    hard limit. Amounts are finite and may be negative. Share arrays where the network does.
-    """
+    hard limit. Amounts are finite and may be negative. Share arrays where the network does."""
 
     nodes: tuple[Array | None, ...]
     edges: tuple[Matrix | None, ...]

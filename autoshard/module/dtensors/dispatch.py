@@ -76,7 +76,7 @@ def run_as_dtensor(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _ignores_positions(op: Any, operands: Sequence[Tensor]) -> bool:
-    """Whether ``op`` may run on shards by its decomposition: one of elements or a sum, without an index, dim or size."""
+    """Whether ``op`` may run on shards: elementwise or a sum, without index, dim or size."""
     counted = ("int" in str(a.type).lower() and a.name != "reduction" for a in op._schema.arguments)
     return not any(counted) and len({x.shape for x in operands if x.ndim}) <= 1
 

@@ -479,7 +479,7 @@ def full_if_dtensor(x: Tensor) -> Tensor:
 
 
 def written_operands(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that ``op`` writes, by its schema: its first operand, each of a list, or those of ``out=``."""
+    """The tensors that ``op`` writes, by its schema: first operand (or list), or ``out=``."""
     if not op._schema.is_mutable:
         return []
     places = enumerate(op._schema.arguments)

@@ -327,7 +327,7 @@ def runs_as_dtensor(func: Any, leaves: Sequence[Any]) -> bool:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _has_empty_shards(spec: DTensorSpec) -> bool:
-    """Whether a rank holds nothing of a tensor: many kernels raise there, so that ranks would part ways."""
+    """Whether a rank holds nothing of a tensor: kernels may raise there, on some ranks."""
     sizes = {d: {n} for d, n in enumerate(spec.shape)}
     for axis, p in enumerate(spec.placements):
         if (d := getattr(p, "dim", None)) is not None:

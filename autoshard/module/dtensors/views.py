@@ -249,7 +249,7 @@ def write_full(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
 
 
 def write_each(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Any]) -> Any:
-    """``write`` on full tensors; those of ``written`` (its ``out``, a list of operands) then get their new values."""
+    """``write`` on full tensors; those of ``written`` then get their new values."""
     given = tuple(args), dict(kwargs)
     like = next(x for x in written if isinstance(x, DTensor))
     full = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), given)

@@ -88,7 +88,7 @@ def ids_in_model(model: nn.Module) -> set[int]:
 
 
 def plain_memo(model: nn.Module) -> Memo:
-    """A memo by which deep copies of ``model`` share its plain objects that hold no tensors or modules."""
+    """A memo by which copies of ``model`` share plain objects without tensors or modules."""
 
     def holds(roots: Collection[Any]) -> bool:
         return any(isinstance(y, torch.Tensor | nn.Module) for y in reachable_objects(roots, ()))

@@ -1,4 +1,4 @@
-"""The model behind a sharded module, and the call state (modes, flags, hooks) that selects a program."""
+"""The model behind a sharded module, and the call state that selects a program."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def check_call_context(leaves: Sequence[Any], held: Callable[[], Sequence[Tensor
 
 @dataclass(frozen=True, eq=False)
 class TensorSnapshot:
-    """A snapshot of the adopted tensors, and the fields of :class:`CallState` that follow from it."""
+    """A snapshot of the adopted tensors, and the fields of :class:`CallState` from it."""
 
     looks: list[tuple[dict[str, Any], str, Tensor, bool, Any]]
     """(holder dict, key, tensor, requires_grad, :func:`_tensor_signature` or spec) of each tensor"""
@@ -236,7 +236,7 @@ class OriginalModel:
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
-        """The forward hooks of every module, and attributes and fields of plain objects set after compilation."""
+        """Forward hooks of every module; attributes and fields set after compilation."""
         if self._places is None:
             self._places = [vars(part)[kind] for part in self.parts.values() for kind in (*FORWARD_HOOKS, SET_LATER)]
         found = forward_hooks_of(self.parts.items(), self.own_hooks) if any(self._places) else ()
@@ -458,7 +458,7 @@ class OriginalModel:
                 b.__dict__.pop(BUFFER_VALUES, None)
 
     def _check_fields(self) -> None:
-        """Refuse changed fields of objects that the skeleton has copies of: they hold its modules or tensors."""
+        """Refuse changed fields of objects with modules or tensors, copied by the skeleton."""
         if self.fields is None or not (changed := self.fields.changed):
             return
         ours, copies = ({id(x) for x in plain_objects(of)} for of in (self.parts.values(), self.model.modules()))

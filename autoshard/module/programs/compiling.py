@@ -399,7 +399,7 @@ class CompilingModule(FixedModule):
         return note_inference_layouts(self._executables, found)
 
     def _shared_program(self, graph: Graph, known: KnownLayouts, make: Callable[[], Compiled]) -> Compiled:
-        """``make()``; in parts of equal graphs, and after attributes were set that it does not read, the program there is."""
+        """``make()``, or the program there is: of an equal graph, or with unread attributes set."""
         if graph.outside or graph.attached:
             return make()
         of_part, programs = self._part_of is not None, self._programs

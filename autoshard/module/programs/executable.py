@@ -167,8 +167,8 @@ class Executable:
 
     def tried(self, tensor: Callable[[str], Tensor], inputs: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """Context of a run: if the program is for other values, draws and writes (``tensor``,
-        ``inputs``: of buffers, and written inputs) are undone. One program checks before it
-        writes, a stage before later ones check."""
+        ``inputs``: of buffers, and written inputs) are undone: a stage writes before later
+        stages check."""
         if not self._stops:
             return contextlib.nullcontext()
         return _undo_on_other_values(

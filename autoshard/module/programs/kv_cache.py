@@ -1,4 +1,4 @@
-"""State passed between calls, such as KV caches: which outputs are state, and where their shards stay."""
+"""State passed between calls (KV caches): which outputs are, and where shards stay."""
 
 from __future__ import annotations
 

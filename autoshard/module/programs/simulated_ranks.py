@@ -92,7 +92,7 @@ def _check_equal(a: Tensor, b: Tensor, what: str, rank: int, layout: Layout, com
 
 
 def shard_for_ranks(full: Tensor, layout: Layout, name: str, computed: torch.dtype | None = None) -> tuple[Tensor, ...]:
-    """Shards of ``full`` by rank; the backward joins their gradients. ``computed``: as of :func:`join_shards`."""
+    """Shards of ``full`` by rank; the backward joins gradients. See :func:`join_shards`."""
     return _ShardForRanks.apply(full, layout, name, computed)
 
 

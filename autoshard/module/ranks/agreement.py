@@ -48,7 +48,6 @@ def _cpu_tensor(numbers: object) -> Tensor:
 
 class Agreement:
     """The agreements of one module; every rank creates it and calls it in the same order.
-
     ``group``: a gloo group, by default of all ranks."""
 
     def __init__(self, notes: FailureNotes, group: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""This rank's module under torch.distributed: DTensor parameters, programs on their local shards."""
+"""This rank's module under torch.distributed: DTensor parameters, programs on shards."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ class DistributedModule(RankLocalModule):
         self._comm.device = self._device
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """See :meth:`ShardedModule.save`. Raises :class:`PlanError` on a ``DeviceMesh`` of some ranks."""
+        """See :meth:`ShardedModule.save`. :class:`PlanError` on a ``DeviceMesh`` of some ranks."""
         if not self.is_staged and self.device_mesh in PART_MESHES:
             raise PlanError(
                 f"save() needs a module of all {dist.get_world_size()} ranks, but the mesh ({self.mesh}) has "

@@ -356,7 +356,7 @@ class RankProgram:
         )
 
     def without_last(self) -> RankProgram:
-        """This program, with the gradient of every parameter reduced where the backward makes it."""
+        """This program, with every gradient reduced where the backward makes it."""
         return replace(self, last=(frozenset(), ()), trained={}) if self.last[1] else self
 
     def tensors(self, model: OriginalModel, aside: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""A call on one rank: its inputs as local shards, and what ranks compare (shapes, state, checksums)."""
+"""A call on one rank: its inputs as local shards, and what ranks compare."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """Balanced causal ring attention in sequence order: early ranks compute tiles of late ranks.
-
 Rank i sees the keys of the i ranks before it. In step t = 1 … n/2 it receives the keys of rank i -
 t. The first t ranks have none to receive. They get queries of a late rank, compute them over their
 own keys, and return the result with its log-sum-exp (Li et al. 2023, DistFlashAttn; tiles:

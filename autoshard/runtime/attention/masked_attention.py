@@ -59,7 +59,6 @@ def attention(
     batch: int | None = None,
 ) -> Tensor:
     """Unfused attention: for sharded keys, or for dropout that equals one device's.
-
     query [..., s, e], key [..., t, e], value [..., t, d]. ``shape``: global shape of the weights
     [..., s, t]; ``cuts``: the axes that shard each of its dims. With sharded keys the result is P,
     and the softmax all-reduces maxima and sums. Follows ATen's math path, so that a seed drops the
@@ -102,7 +101,6 @@ def banded_attention(
     **form: Any,
 ) -> Tensor:
     """``scaled_dot_product_attention``: query i sees keys i - ``before`` to i + ``after``.
-
     query [..., s, e], key [..., t, e], value [..., t, d] → [..., s, d]; None: no limit.
     ``attn_mask`` [..., s, t] hides more: bool, or added to the scores without a gradient. An
     integer mask [..., 1, t] is a document mask (s = t). ``sinks`` [h]: attention sink, the score of

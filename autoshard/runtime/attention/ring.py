@@ -1,5 +1,4 @@
 """Ring attention (Liu et al. 2023) and attention over gathered keys: context parallelism.
-
 Queries, keys and values are sharded along the sequence, and queries stay. In each step a rank
 computes with the keys and values it has while it sends them to the next rank. Partial results merge
 by log-sum-exp. In the backward keys and values go around the ring once more, followed by their
@@ -36,7 +35,6 @@ def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, attn_mask: OrNone = None, sinks: OrNone = None
 ) -> Tensor:
     """Ring attention: queries, keys, values sharded along the sequence by ``spec.axes``, S → S.
-
     query [..., s, e], key [..., t, e], value [..., t, d], attn_mask [..., s, full t]. Key and value
     may have fewer heads (GQA). In zigzag order (keys and values only among more than two ranks) no
     mask may have rows. ``spec.helpers`` (:mod:`~autoshard.runtime.attention.balanced_ring`) needs

@@ -44,7 +44,7 @@ ALL_KEYS, CAUSAL = Band(), Band(None, 0)
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Attention in tiles: what a query sees, how scores become weights, how the sequence is sharded."""
+    """Attention in tiles: what a query sees, how scores are weighed, how it is sharded."""
 
     queries: int | None = None
     keys: int | None = None

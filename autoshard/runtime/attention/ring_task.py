@@ -381,7 +381,7 @@ def masked_tiles(
     masks: tuple[Tensor | None, Tensor | None],
     dropout_mask: Tensor | None,
 ) -> Generator[tuple[TileGroup, Tensors, Masking]]:
-    """The tiles of this rank at ``stop``. Masks and ``dropout_mask`` cover its rows and all columns."""
+    """The tiles of this rank at ``stop``; masks cover its rows and all columns."""
     own, held = job.rows[job.me], job.columns_at(stop)
     apart = masks[0] is not None or dropout_mask is not None or job.some
     found = tile_groups(own, held, job.band, apart, job.some)

@@ -57,7 +57,7 @@ def to_zigzag(x: Tensor, dim: int, ranks: int, axes: Axes = ()) -> Tensor:
 
 
 def from_zigzag(x: Tensor, dim: int, ranks: int, axes: Axes = ()) -> Tensor:
-    """``x`` brought from zigzag order along ``dim`` into sequence order; else as :func:`to_zigzag`."""
+    """``x`` brought from zigzag order along ``dim`` into sequence order: :func:`to_zigzag`."""
     return _zigzag_moved(x, dim, ranks, axes, back=True)
 
 

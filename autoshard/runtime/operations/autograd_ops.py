@@ -118,7 +118,7 @@ _unimportable: dict[str, Any] = {}
 
 
 def function_path(function: type) -> str:
-    """The name by which :func:`find_function` finds the class, in other processes if it is importable."""
+    """The name by which :func:`find_function` finds the class, also in other processes."""
     name, number = f"{function.__module__}:{function.__qualname__}", 1
     while _function_at(name) is not function:
         if name not in _unimportable and ("<locals>" in name or _function_at(name) is None or number > 1):

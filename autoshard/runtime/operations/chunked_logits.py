@@ -81,7 +81,6 @@ def chunked_logits(
     axes: Axes = (),
 ) -> ChunkedLogits:
     """``F.linear(x, matrix, bias)`` for :func:`cross_entropy`, a chunk of the rows of ``x`` [..., features] at a time.
-
     ``chunks``: their number; ``dtype``: to which the logits are cast. ``axes`` shard the classes, and
     ``dim`` of ``x`` evenly: the ranks gather a chunk of each, forward and backward, and reduce-scatter
     its gradient. Then there is no second derivative."""
@@ -89,7 +88,7 @@ def chunked_logits(
 
 
 def _sums_and_maxima(logits: Tensor, index: Tensor, share: Tensor | None, smoothed: bool) -> Tensor:
-    """[3 or 4, n]: :func:`class_sums` of a chunk less its maxima, and these; ``logits`` are overwritten."""
+    """[3 or 4, n]: :func:`class_sums` less maxima, and maxima; overwrites ``logits``."""
     top = logits.amax(1) if logits.shape[1] else logits.new_full(logits.shape[:1], -torch.inf)
     top.clamp_min_(torch.finfo(logits.dtype).min / 4)  # differences of maxima stay finite
     return torch.cat([class_sums(logits.sub_(top.unsqueeze(1)), index, share, smoothed), top.unsqueeze(0)])
@@ -179,7 +178,7 @@ class _GatheredRows(NamedTuple):
     def forward(
         self, index: Tensor, share: Tensor | None, smoothed: bool, x: Tensor, matrix: Tensor, bias: Tensor | None
     ) -> RankCoroutine:
-        """→ sums as :class:`_ChunkedSums`, of the rows of all ranks; and what the backward needs."""
+        """→ sums as :class:`_ChunkedSums`, of all ranks' rows; and what the backward needs."""
         sums = upcast(x.new_empty(0, dtype=self.chunks.dtype)).new_empty(3 + smoothed, len(index))
         arrival = yield from self.gather(x, 0)
         for i in range(len(self.slices)):
@@ -221,7 +220,7 @@ class _GatheredRows(NamedTuple):
 def chunked_class_sums(
     logits: ChunkedLogits, index: Tensor, share: Tensor | None, smoothed: bool, axes: Axes
 ) -> Tensor:
-    """[2 or 3, rows]: :func:`class_sums` of this rank's classes, less the maxima of all ranks' classes."""
+    """[2 or 3, rows]: :func:`class_sums` of this rank's classes, less all ranks' maxima."""
     comm, (*operands, chunks) = current(), logits
     if names := chunks.names:
         move = with_module(Move("S", "R", names, 0), always=True)

@@ -1,5 +1,4 @@
 """Differentiable collectives of generated code, on plain local tensors; an overlapped all-reduce.
-
 ``axes`` is one mesh axis, or a tuple that is flattened into one group (first axis outermost).
 Chunks are those of :func:`torch.chunk`, nested for several axes, so a rank may hold 0 rows. The
 gradient of each function follows from the placements it converts

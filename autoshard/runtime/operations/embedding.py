@@ -25,7 +25,7 @@ ADDITIVE_MODES = ("sum", "mean")
 
 
 def has_fast_bag_gradient(table: Tensor, indices: Tensor, sparse: bool) -> bool:
-    """Whether :func:`embedding_bag_of_tables` serves ``indices``. torch adds half precision in float32 itself."""
+    """Whether :func:`embedding_bag_of_tables` serves ``indices``; not half precision."""
     accurate = table.dtype in (torch.float32, torch.float64)
     return accurate and table.device.type == "cpu" and not sparse and indices.numel() > 0 and table.is_contiguous()
 
@@ -140,11 +140,10 @@ def vocab_embedding(
     weight: Tensor, indices: Tensor, size: int, axes: Axes, padding_idx: int = -1, sparse: bool = False
 ) -> Tensor:
     """Vocabulary-parallel embedding: weight [size/n S, d], indices [...] → [..., d] P.
-
     Rows of other ranks are zeros; an index outside ``size`` raises. ``padding_idx``: global row
     without a gradient; negative: none. ``sparse``: a sparse gradient of the rows looked up here
-    (the optimizer must skip others). After Megatron-LM's VocabParallelEmbedding (arXiv:1909.08053).
-    """
+    (the optimizer must skip others). After Megatron-LM's VocabParallelEmbedding
+    (arXiv:1909.08053)."""
     rows = weight.shape[0]
     check_range(indices, size)
     if rows == 0:
@@ -172,7 +171,6 @@ def vocab_embedding_bag(
     mode: str = "sum",
 ) -> tuple[Tensor, None, None, None]:
     """Vocabulary-parallel bags: weight [size/n S, d], indices [k] → [bags, d] P.
-
     ``mode``: "sum", "mean" or "max". ``offsets``: where each bag starts in ``indices``. Rows
     ``padding_idx`` (global; negative: none) do not count. Returns a tuple like
     ``aten.embedding_bag`` with the first result only. Raises ``RuntimeError`` like it if bags do

@@ -290,7 +290,6 @@ def routed_experts(
     **gate: Any,
 ) -> Tensor:
     """``x`` [..., w] through experts ``ids`` [..., k], summed by ``weights`` [..., k] → [..., v].
-
     Experts are dim 0: ``first`` [e, h, w], ``second`` [e, v, h] as of linear layers; see
     :class:`ExpertForm`, whose other fields are ``gate``. Biases: [e, h], [e, v]. An id outside 0 …
     e - 1, for example -1, adds nothing."""

@@ -32,7 +32,6 @@ def _on_onednn(x: Tensor) -> bool:
 
 def halo(x: Tensor, dim: int, size: int, to: int, axes: Axes, window: Window, fill: float = 0.0) -> Tensor:
     """The positions of ``dim`` that this rank's results read, with ``fill`` where they lie outside.
-
     ``size``, ``to``: global lengths of operand and result, both sharded by ``axes``. The next op
     must not pad ``dim``. Neighbours send missing positions (any rank may, if chunks are short).
     Backward: gradients are sent back and added."""

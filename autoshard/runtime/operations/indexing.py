@@ -1,5 +1,4 @@
 """Look-ups and writes along a sharded dim: each rank serves its rows; look-ups sum over the ranks.
-
 ``dim`` of the local ``x`` is sharded by ``axes`` from a global length ``size``. Indices are global,
 replicated. The masked look-up of Megatron-LM's VocabParallelEmbedding (arXiv:1909.08053) for any
 indexing op. ``write_slice`` and ``write_select`` write in place, into states whose old value is not

@@ -24,7 +24,6 @@ from autoshard.runtime.transport.torch_state import generator_states, set_genera
 
 def shared(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``fn(*args, **kwargs)``, a random draw of global shape, the same on every rank.
-
     In one process a single draw from torch's default generator serves all ranks. Under
     torch.distributed every rank draws, from generators that :func:`synchronised_rng` made equal.
     Each rank gets its own tensor."""
@@ -37,7 +36,6 @@ def shared(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def synchronised_rng(comm: Communicator) -> AbstractContextManager[None]:
     """Inside, every rank draws what rank 0 would; wrap a forward that calls :func:`shared`.
-
     Under torch.distributed rank 0's generator states are broadcast at the first draw. Afterwards
     ranks seeded like rank 0 keep the advanced states, and others get their own back. No effect in
     one process."""
@@ -57,7 +55,6 @@ def dropout(
     exact: bool = True,
 ) -> Tensor:
     """``F.dropout(training=True)`` of the global tensor, on this rank's shard ``x``.
-
     ``shape``: global shape; ``dims``: the axes that shard each dim. The unsharded model drops the
     same elements from the same seed. ``order``: the dims of its tensor in memory order, which eager
     draws follow. ``batch``: the dim that micro-batches divide; each takes its slice of the full
@@ -117,7 +114,7 @@ def shard_seed(axes: Iterable[Axes]) -> int:
 
 @contextmanager
 def own_stream(device: torch.device, seed: int) -> Iterator[None]:
-    """Inside, the default generator of ``device`` draws from ``seed``; afterwards it is where it was."""
+    """Inside, ``device``'s default generator draws from ``seed``; then it is where it was."""
     generator = torch.default_generator
     if device.type not in ("cpu", "meta"):
         module = torch.get_device_module(device)
@@ -199,7 +196,6 @@ def draw(
     op: str, *args: Any, dims: Mapping[int, Axes] | None = None, batch: int | None = None, **kwargs: Any
 ) -> Tensor:
     """This rank's shard of ``aten.op(*args)``: ``draw("rand", [8, 4], dims={0: "dp"})``.
-
     ``args`` have global shapes. ``dims``: the axes that shard each dim. ``batch``: the dim that
     micro-batches divide; each slices a draw for the full batch. Tensor arguments are replicated."""
     args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)

@@ -55,7 +55,6 @@ def multinomial(
     batch: int | None = None,
 ) -> Tensor:
     """``torch.multinomial`` without replacement: ``count`` elements of each row of shard ``x``.
-
     ``shape``: global shape; ``dims``: the axes that shard each dim. As in eager, an element is
     ranked by its weight over an exponential draw, so only candidates are sent. Raises RuntimeError
     like eager. ``order``, ``batch``: see :func:`~autoshard.runtime.draw_like`."""

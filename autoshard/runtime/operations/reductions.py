@@ -1,5 +1,4 @@
 """Reductions, softmax, cumulative scans and normalisation over sharded dims.
-
 ``dims``: the reduced dims; ``axes``: all mesh axes that shard any of them. Sums are all-reduced. An
 op whose result follows from the ranks' own results (a norm of norms) gathers those, one per rank,
 and its backward communicates nothing. A scan gathers each rank's total, one slice each, and runs on
@@ -148,7 +147,7 @@ def var(x: Tensor, dims: ReducedDims, count: int, axes: Axes, correction: float 
 def std_mean(
     x: Tensor, dims: ReducedDims, count: int, axes: Axes, correction: float = 1, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``torch.std_mean(x, dims)`` as in :func:`var_mean`. The gradient of a deviation of zero is zero."""
+    """``torch.std_mean(x, dims)`` as in :func:`var_mean`; a deviation of 0 has gradient 0."""
     var, mean = var_mean(upcast(x), dims, count, axes, correction, keepdim)
     moves = var != 0
     return torch.where(moves, var.where(moves, 1).sqrt(), 0).to(x.dtype), mean.to(x.dtype)
@@ -231,7 +230,7 @@ def cummin(x: Tensor, dim: int, size: int, axes: Axes) -> tuple[Tensor, Tensor]:
 
 
 def _scan_after_totals(scan: Callable[[Tensor, int], Tensor], x: Tensor, total: Tensor, dim: int, axes: Axes) -> Tensor:
-    """``scan`` of ``x`` [n along dim] after the totals [1 along dim] of the ranks before this one."""
+    """``scan`` of ``x`` [n along dim] after the totals [1 along dim] of earlier ranks."""
     comm = current()
     earlier = comm.index(comm.active(axes))
     totals = all_gather(total, dim, axes, to="R").narrow(dim, 0, earlier)

@@ -57,7 +57,6 @@ def table_wise(
     summed: bool = False,
 ) -> tuple[Tensor, ...]:
     """Per table [rows, d], on its owner and empty elsewhere: results [b/n S, d] of its bags.
-
     ``indices`` are replicated along ``axes``, and ``owners`` number the ranks. Results are sharded
     along the batch, or [b, d] P if ``summed``, for a batch smaller than the ranks: the owner's
     rows, zeros elsewhere. ``mode``: "sum", "mean" or "max". ``padding``: per table a row that does

@@ -1,7 +1,6 @@
 """Parameters of a block (FSDP all-gather with prefetch, DDP), and their gradients. A block's move
 in one bucket (:mod:`autoshard.runtime.parameters.bucket`); an asynchronous collective reduces
 gradients, which reach parameters through :func:`wait_gradients`, unread by autograd before.
-
 Prefetch: the first forward of a rank module records the order of its gathers. From then on the
 first ``depth`` begin with the forward, and every other one ``depth`` buckets ahead, alike on all
 ranks."""
@@ -217,7 +216,6 @@ def gather_parameters(
     reduce_dtype: Dtype = None,
 ) -> BucketTensors:
     """S → R (or I) for the parameters of a block (FSDP). Forward: one all-gather per dtype.
-
     ``dims``: the sharded dim of each tensor; ``sizes``: its global length (default: even shards).
     Backward: one reduce-scatter per dtype (``to="I"``: local slice), asynchronous as in
     :func:`enter_parameters`. ``replicas``: axes with equal shards (HSDP, I → R); reduced shards are

@@ -42,7 +42,6 @@ OWN_DTYPES = Dtypes()
 
 class Bucket(ABC):
     """``moves``: one per tensor and face, all of one verb; ``replicas``: HSDP's axes.
-
     ``listed``: the plan lists each member (parameters), so profiles state their number. ``dtypes``:
     mixed precision. ``deferred``: the sum over :attr:`awaited` may be left to a later backward."""
 
@@ -88,7 +87,6 @@ class Bucket(ABC):
         self, gradients: MemberGradients, earlier: MemberGradients = (), keeps: bool = False
     ) -> tuple[Sequence[Tensor | None], list[Any], list[BeginWork]]:
         """(gradients, perhaps still under way; works to wait for; works to begin later).
-
         A gradient that is None on every rank stays None and is not communicated. ``keeps``: without
         the sum over :attr:`awaited`. ``earlier``: summands of earlier backwards to add, or None."""
 

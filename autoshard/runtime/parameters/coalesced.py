@@ -60,7 +60,7 @@ def all_gather_together(
 def all_to_all_together(
     xs: Sequence[Tensor], srcs: Sequence[int], dsts: Sequence[int], axes: Axes, sizes: OptionalLengths = None
 ) -> BucketTensors:
-    """S(src) → S(dst). Backward: one all-to-all. ``sizes``: lengths of the dims ``srcs`` once gathered."""
+    """S(src) → S(dst), both ways one all-to-all. ``sizes``: gathered lengths of ``srcs``."""
     names = current().active(axes)
     full = gathered_lengths(xs, srcs, names, sizes)
     moves = [Move("S", "S", names, i, n, j, x.shape[j]) for x, i, j, n in zip(xs, srcs, dsts, full, strict=True)]

@@ -41,7 +41,6 @@ class EnteringKey(NamedTuple):
 
 class Gradients:
     """Collects the gradients of one backward.
-
     ``earlier``: gives summands of earlier backward passes; called once for a parameter and its
     axes. ``last``: numbers of parameters whose gradients autograd brings as summands, and the
     bucket that sums them when all are there. ``buckets``: of the blocks' parameters, found by

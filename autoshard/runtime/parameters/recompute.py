@@ -175,7 +175,6 @@ def forget_freed_storages() -> None:
 
 def recompute(part: Callable[..., Any], *inputs: Any, draws: bool = False) -> Any:
     """``part(*inputs)`` with activation checkpointing: the backward recomputes saved tensors.
-
     ``inputs``: all tensors and plain values that the part reads; they are saved. ``draws``: whether
     it draws random numbers; then it draws the same again. Its collectives run again in the same
     order on every rank, except sums inside operations

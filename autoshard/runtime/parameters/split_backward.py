@@ -48,7 +48,7 @@ def conv(
     dilation: Sequence[int] | int = 1,
     groups: int = 1,
 ) -> Tensor:
-    """``F.conv1d``, ``conv2d`` or ``conv3d`` of x [batch, c, ...] with weight [n, c / groups, ...] and bias [n]."""
+    """``F.conv1d`` to ``conv3d`` of x [batch, c, ...], weight [n, c / groups, ...] and bias [n]."""
     dims = weight.dim() - 2
     each = [[n] * dims if isinstance(n, int) else list(n) for n in (stride, padding, dilation)]
     rest = *each, False, [0] * dims, groups

@@ -189,7 +189,6 @@ Outputs = Sequence[Any]
 
 def main(rank_module: type[RankModule] | Sequence[type[RankModule]], file: str) -> None:
     """Load this rank's shards from beside ``file``, take training steps, print the loss.
-
     ``rank_module``: the class of a rank, or those of all stages. ``--inputs``: a safetensors file
     with the global inputs by name; default: random inputs as described in ``inputs.json``. Raises
     :class:`MeshError` for a wrong number of processes, :class:`PlanError` for operations of a

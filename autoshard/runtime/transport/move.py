@@ -134,7 +134,6 @@ class Splits(NamedTuple):
 
 class Move(NamedTuple):
     """``source → target`` over the flattened group ``axes`` (first axis outermost).
-
     ``dim``: the sharded dim, ``size``: its global length. An all-to-all changes the sharded dim to
     ``to_dim`` of length ``to_size``. ``order`` makes it a permute: the same chunks, numbered along
     ``order``. ``exchange`` makes it a halo exchange: other intervals of ``dim`` than chunks.
@@ -187,7 +186,6 @@ class Move(NamedTuple):
 
     def ring_bytes(self, x: Tensor, ranks: int) -> float:
         """Bytes each rank sends by a ring algorithm, for this rank's ``x`` in a group of ``ranks``.
-
         Uneven chunks count as the longest, as in the plan: all-gather and reduce-scatter pad to
         that, all-to-all and permute send no more. A halo counts the most that a rank receives;
         ``splits`` count exactly. Of a sparse gradient every other rank gets the rows and their

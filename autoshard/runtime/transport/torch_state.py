@@ -1,5 +1,4 @@
 """State of torch that calls save and restore: autocast, and random generators.
-
 Programs are captured under :class:`torch.autocast`, contain its casts, and run without it."""
 
 from __future__ import annotations

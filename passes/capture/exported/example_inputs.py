@@ -62,8 +62,8 @@ def export_order(program: torch.export.ExportedProgram, example: Example) -> lis
 
 
 def with_explicit_keywords(signature: inspect.Signature, keywords: Iterable[str]) -> inspect.Signature:
-    """``signature`` with explicit parameters for ``keywords`` that ``**kwargs`` takes: with dynamic
-    lengths torch.export counts those twice."""
+    """``signature`` with parameters for ``keywords``, which torch.export counts twice in
+    ``**kwargs``."""
     parameters = signature.parameters.values()
     rest = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
     extra = [n for n in keywords if n not in signature.parameters]

@@ -85,8 +85,7 @@ def split_output_spec(spec: Any, where: Sequence[tuple[ContainerPath, tuple[Any,
 def update_caller_objects(
     returned: ReturnedObjects, changed: ChangedDicts, arguments: Any, output: Any, gained: Iterable[Any]
 ) -> Any:
-    """``output`` with the caller's own objects, updated. ``gained``: leaves of the entries to add
-    to its dicts."""
+    """``output`` with the caller's own objects, updated; ``gained``: leaves to add to its dicts."""
     if not (returned or changed):
         return output
     rest = iter(gained)

@@ -39,8 +39,7 @@ def marking_nodes(key: str, when: Callable[[], bool]) -> Callable[[Any], Any]:
 
 
 class ForwardFrames:
-    """Replaces fx's ``CapturedTraceback``, which reads the source of the full stack for every node:
-    ``forward`` only."""
+    """Replaces fx's ``CapturedTraceback``, which reads the full stack's source for every node."""
 
     def __init__(self, found: list[traceback.FrameSummary]) -> None:
         self.found = found

@@ -37,8 +37,7 @@ ITERATOR_MODULES = ("builtins", "itertools", "_collections")
 
 
 def items_or_attributes(x: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
-    """A copy of a container's items or an object's attributes, else None. Bypasses methods of user
-    classes."""
+    """A copy of a container's items or an object's attributes, by no user method; else None."""
     if type(x) is dict:  # most common
         return x.copy()
     if type(x) in _VALUE_TYPES or isinstance(x, Tensor | nn.Module | type | ModuleType):
@@ -141,7 +140,7 @@ def _contents_of(x: Any) -> Iterable[Any]:
 
 
 def take_snapshot(roots: Iterable[Any], opaque: tuple[type, ...] = ()) -> ContentsSnapshot:
-    """Snapshot of ``roots`` and everything reachable within :data:`SNAPSHOT_DEPTH` levels, not through ``opaque``."""
+    """Snapshot of all within :data:`SNAPSHOT_DEPTH` levels of ``roots``, not through ``opaque``."""
     found: dict[int, tuple[Any, Any]] = {}
     level = list(roots)
     for _ in range(SNAPSHOT_DEPTH):

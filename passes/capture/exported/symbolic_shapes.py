@@ -1,7 +1,6 @@
 """Symbolic shapes: dynamic lengths of inputs, data-dependent sizes and numbers. Dynamic lengths
 (export's backed symbols) get names of our own, by argument and dim. Length 1 broadcasts, so the
 graph of a longer example serves it only if both graphs agree at 1.
-
 Dims of data-dependent length (unbacked symbols) are never sharded. Numbers read from tensors are
 plain Python numbers between nodes: generated code reads them at run time, cost models use an
 estimate. All ranks agree on them, since they come from replicated values."""
@@ -359,7 +358,7 @@ def lengthened_example(graph: Graph, example: Example) -> Example | None:
 
 
 def covering_length_one(one: Graph, longer_graph: Graph) -> Graph | None:
-    """``longer_graph``, of a :func:`lengthened_example` example, if at length 1 it equals ``one``; else None."""
+    """``longer_graph`` (:func:`lengthened_example`) if it equals ``one`` at length 1, else None."""
     ones = {x.name for x in longer_graph.symbols.read} - {x.name for x in one.symbols.read}
     least = {f"{name} >= 2" for name in ones}
     conditions = tuple(c for c in longer_graph.symbols.conditions if c not in least)
@@ -370,7 +369,7 @@ def covering_length_one(one: Graph, longer_graph: Graph) -> Graph | None:
 
 
 def _is_same_graph(one: Graph, longer_graph: Graph, values: Mapping[sympy.Symbol, sympy.Integer]) -> bool:
-    """Whether ``longer_graph`` with symbols set to ``values`` equals ``one``, up to names of results."""
+    """Whether ``longer_graph`` with symbols as ``values`` equals ``one``, but for names."""
     theirs, ours = ([out for node in g.nodes for out in node.outputs] for g in (longer_graph, one))
     names = {i.name: i.name for i in longer_graph.inputs} | dict(zip(theirs, ours, strict=False))
 

@@ -53,7 +53,7 @@ class CustomAutogradFunctions(Observer):
         return instead(*args) if cls is function else self._of_new_class(cls, *args)
 
     def _of_new_class(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """``apply`` of a class that was made after the trace began: it may hold values of the trace."""
+        """``apply`` of a class made in the trace: it may hold values of the trace."""
         if not _is_replaceable(cls):
             return _APPLY.__get__(None, cls)(*args, **kwargs)
         raise self.refuse(
@@ -235,8 +235,7 @@ def _torch_apply(function: Any, args: Sequence[Any]) -> Any:
 
 
 def _random_arguments(args: Sequence[Any]) -> list[Any]:
-    """``args`` with random tensors in place of traced ones, all shrunk if one is too large; keeps
-    the generator."""
+    """``args`` with random tensors for traced ones, shrunk if too large; keeps the generator."""
     generator, lengths = torch.Generator().manual_seed(0), dict[int, int]()
 
     def shape_of(a: Tensor) -> tuple[int, ...]:

@@ -133,8 +133,8 @@ def _last_cell_states(
     batch: _Batch, x: Tensor, out: Tensor, state: tuple[Tensor, ...], weights: list[Tensor],
     biases: bool,
 ) -> Tensor:  # fmt: skip
-    """LSTM cell states [1, b, hidden] at the end of each sequence, recomputed from ``out``: the
-    layer's own are those after the padding."""
+    """LSTM cell states [1, b, hidden] at each sequence's end, not after the padding, from
+    ``out``."""
     h, c = state
     b_ih, b_hh = weights[2:4] if biases else (None, None)
     gates = F.linear(x, weights[0], b_ih) + F.linear(torch.cat([h, out[:-1]]), weights[1], b_hh)

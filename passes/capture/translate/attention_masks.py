@@ -107,7 +107,7 @@ class MaskMatcher(Matcher):
     # --- documents ---
 
     def document_ids(self, mask: Ref) -> Ref | None:
-        """Integer ids [b, t] or [t] if ``mask`` [b, 1, t, t], [b, t, t] or [t, t] is ids == idsᵀ."""
+        """Integer ids [b, t] or [t] if ``mask`` [b, 1, t, t], [b, t, t], [t, t] is ids == idsᵀ."""
         shape, inner = self.graph.shape(mask), behind(mask, (aten.unsqueeze.default,), self.graph)
         found = self.match("eq(a, b)", inner)
         if found is None or not isinstance(found["b"], Ref) or len(shape) < 2 or shape[-1] != shape[-2]:
@@ -134,7 +134,7 @@ class MaskMatcher(Matcher):
         return self._elements_source(node.args[0]) if same else x
 
     def packed_documents(self, part: Ref, node: Node) -> tuple[Ref, Band] | None:
-        """(document ids [b, t] or [t], band) that ``part`` of the mask of [b, h, t, e] consists of."""
+        """(document ids [b, t] or [t], band) of which ``part`` of a mask [b, h, t, e] consists."""
         query, inside = self.graph.shape(node.inputs[0]), behind(part, (aten.unsqueeze.default,), self.graph)
         bands, found = list[Band](), list[Ref]()
         for one in self.conjuncts(inside):

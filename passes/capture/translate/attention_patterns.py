@@ -131,7 +131,7 @@ class ScoreMatcher(MaskMatcher):
             yield found
 
     def weights(self, value: Ref, end: Node) -> AttentionWeights | None:
-        """``value`` [..., s, t] as attention weights; ``end``: the product of weights and values."""
+        """``value`` [..., s, t] as attention weights; ``end``: product of weights and values."""
         graph, path, dropout, cut = self.graph, list[str](), 0.0, False
         node = graph.producers.get(value.name)
         while node is not None and is_read_once(value.name, graph) and node.checkpoint == end.checkpoint:
@@ -168,7 +168,7 @@ class ScoreMatcher(MaskMatcher):
         return found._replace(scores=joint["scores"], path=(*found.path, *joint[""]), sinks=narrow)
 
     def key_visibility(self, found: AttentionScores) -> KeyVisibility | None:
-        """None if -inf or fills may hide all keys of a query: softmax is nan, or has no gradient."""
+        """None if -inf or fills may hide all of a query's keys: nan, or no gradient."""
         rows, columns = self.graph.shape(found.path[0])[-2:]
         dtype, bands, known = self.graph.types[found.path[0]].dtype, list[Band](), KeyVisibility.SURE
         parts: list[Ref | MaskedFill] = [*found.hidden]

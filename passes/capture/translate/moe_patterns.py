@@ -1,4 +1,4 @@
-"""Patterns of MoE routing: gates, products by expert, rows that chose an expert, capacity buffers."""
+"""Patterns of MoE routing: gates, products by expert, experts' rows, capacity buffers."""
 
 from __future__ import annotations
 

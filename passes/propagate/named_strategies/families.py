@@ -1,5 +1,4 @@
 """Families: dims of values that are sharded together, by the rules of operations between them.
-
 A transformer's families are its batch, its sequence, its residual stream, its vocabulary, and per
 layer the heads and the hidden features. "The batch" or "the heads" of a named strategy is one of
 them, whatever the model calls it."""
@@ -123,14 +122,13 @@ class Families:
         return not self.activations.isdisjoint(node.outputs)
 
     def asked(self, node: Node, cuts: frozenset[str], optional: bool = False) -> OpRequest:
-        """A request to shard ``node``. Masks and positions may be replicated, weights not
+        """A request to shard ``node``; masks and positions may be replicated, weights not
         partial."""
         reads_weights = not self.weights.isdisjoint(node.inputs)
         return OpRequest(cuts, optional or not self.is_activation(node), sums=not reads_weights)
 
     def is_dependent(self, node: Node, strategy: Strategy) -> bool:
-        """Whether ``strategy`` communicates or leaves a dim of its family unsharded, so that the
-        operation's parts depend on each other."""
+        """Whether ``strategy`` communicates or leaves a dim of its family unsharded."""
         if strategy.label in context_parallel.SEQUENCE_SHARDED:
             return True
         family, cut = self.cut(node, strategy), dict(sharded_dims_of(node, strategy))

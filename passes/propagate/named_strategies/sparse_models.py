@@ -1,5 +1,4 @@
 """Strategies for sparse models: expert parallelism, and table-, row- or column-wise embeddings.
-
 Expert parallelism shards tokens and experts along one axis with all-to-all dispatch (Lepikhin et
 al. 2020). Embedding tables are placed whole on owner ranks, or sharded by row or column, with a
 sharded batch (Naumov et al. 2019, DLRM)."""

@@ -1,5 +1,4 @@
 """Named strategies (``like="fsdp"``) as requests to operations and parameters.
-
 The search chooses what a name leaves free. A hint on a parameter wins over the named strategy
 (:func:`without_hinted`). Where memory is tight, :func:`baseline_strategies` are searched too.
 :func:`axes_by_role` names mesh axes of a plan by their use (dp, tp, …)."""
@@ -429,10 +428,8 @@ def baseline_strategies(graph: Graph, mesh: Mesh, asked: NamedStrategy) -> Itera
 
 def axes_by_role(graph: Graph, assignment: Assignment) -> dict[str, int]:
     """Axis name → size, in the order of the assignment's mesh.
-
     Named by the factor that most work of products is sharded along: batch (``dp``; ``fsdp`` if most
-    parameter bytes are), sequence (``cp``), features (``tp``), weights (``ep``), or ``idle``.
-    """
+    parameter bytes are), sequence (``cp``), features (``tp``), weights (``ep``), or ``idle``."""
     mesh, (families, found, batch, sequence) = assignment.mesh, _families_with_roles(graph)
     names: dict[str, int] = {}
     for number, size in enumerate(mesh.shape):

@@ -1,5 +1,4 @@
 """Tensor parallelism (Megatron), sequence parallelism (Ulysses), ring attention as strategies.
-
 Pairs of column- and row-parallel products: Shoeybi et al. 2019. The sequence sharded between the
 pairs: Korthikanti et al. 2022. All-to-all around attention: Jacobs et al. 2023. Ring attention:
 Liu et al. 2023."""
@@ -56,8 +55,8 @@ def tensor_parallel_families(families: Families, found: tuple[WeightProduct, ...
 def _work_between_products(
     usable: Collection[Family], found: tuple[WeightProduct, ...], families: Families
 ) -> dict[Family, float]:
-    """Work of operations that no product family divides, by the one of ``usable`` that does; of
-    attention the heads."""
+    """Work that no product family divides, by the one of ``usable`` that does (attention:
+    heads)."""
     products, between = {p.node.name for p in found if p.sums or p.makes}, defaultdict[Family, float](float)
     for node in families.graph.nodes:
         cut = {f for s in families.strategies(node) if (f := families.cut(node, s)) is not None and f in usable}
@@ -134,11 +133,9 @@ def sequence_requests(
     families: Families, found: tuple[WeightProduct, ...], batch: frozenset[Family], around: bool
 ) -> Iterator[tuple[str, OpRequest | None]]:
     """Requests: shard the sequence, and in attention the heads (Ulysses) or the sequence (ring).
-
     Between products and attention (rotary positions) either may be sharded. Free are: operations
     that no rule shards along the sequence, back to the product before them; experts, as tokens are
-    dispatched; and zigzag reorderings, as a replicated value needs no message for them.
-    """
+    dispatched; and zigzag reorderings, as a replicated value needs no message for them."""
     sequence = sequence_families(families, found, batch)
     core = {n.name: n for n in families.graph.nodes if _mixes_positions(n, sequence, families)}
     by_head = {n: _head_families(node, sequence | batch, families) for n, node in core.items()}

@@ -86,8 +86,7 @@ def grouped_source_layouts(type_: TensorType, mesh: Mesh) -> Iterable[Placements
 def shared_latencies(
     type_: TensorType, mesh: Mesh, sources: Sequence[Placements], targets: Sequence[Placements], waits: float
 ) -> Floats:
-    """Seconds per source (row) and target (column) that a group pays once. ``waits``: skew before
-    each message."""
+    """Seconds per source and target that a group pays once. ``waits``: skew per message."""
     a, b = ([Layout(mesh, p) for p in side] for side in (sources, targets))
     what = type_.shape, type_.dtype, type_.moves, type_.unknown
     alone, together = (
@@ -139,8 +138,8 @@ class SharesByValue(dict[str, MessageShares]):
 def latency_shares(graph: Graph, mesh: Mesh) -> SharesByValue:
     """Value → shares (0 to 1) of message latency of parameters and coalesced operands; others pay
     it in full. Parameters are gathered before the block that reads them first. Gradient sums
-    cross blocks (:mod:`autoshard.runtime.parameters.gradients`): a first small bucket, then full
-    ones. Matrices and vectors count apart."""
+    cross blocks (:mod:`autoshard.runtime.parameters.gradients`): the first bucket alone, to
+    start early, then full ones. Matrices and vectors count apart."""
     full = min((bucket_bytes(mesh, axis) for axis in mesh.axes if mesh.size_of(axis) > 1), default=BUCKET_BYTES)
     blocks, beside, waits = (
         _block_parameter_bytes(graph),

@@ -101,7 +101,7 @@ NO_SKEW = SkewSeconds()
 
 @cached_per_graph
 def synchronization_skew(graph: Graph, mesh: Mesh) -> SkewSeconds:
-    """The line for ``graph``: what was measured, else the slowest device's share; 0 without both."""
+    """The line for ``graph``: as measured, else the slowest device's share, else 0."""
     if not mesh.hardware.waiting:
         return SkewSeconds(share=mesh.hardware.slowest_excess(mesh.size))
     graph, seconds = graph.example, dict[object, float]()  # a price for example lengths does not specialize the program

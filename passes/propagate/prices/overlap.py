@@ -100,8 +100,8 @@ class StepParts:
         return np.multiply(1.0 - overlap.node, near) + np.multiply(1.0 - overlap.network, far)
 
     def excess(self, overlap: Overlap, last: bool) -> tuple[Array, Array]:
-        """Per link class: movable communication of a pass that compute does not hide (may be < 0).
-        ``last``: of the pass with gradient sums."""
+        """Per link class: unhidden movable communication of a (or the ``last``) pass; may be <
+        0."""
         node = self.node + self.node_once if last else self.node
         network = self.network + self.network_once if last else self.network
         return overlap.node * node - self.compute, overlap.network * network - self.compute
@@ -159,8 +159,7 @@ def tables_of_step(
     passes: int = 1,
     fold: tuple[Classes, Classes] | None = None,
 ) -> StepTables:
-    """``parts`` of this shape as tables of the network. ``fold``: of an edge, its row and column
-    per state (None: one each)."""
+    """``parts`` as tables of the network. ``fold``: of an edge, its row and column per state."""
 
     def table(values: Array) -> Matrix:
         full = values if values.shape == shape else np.broadcast_to(values, shape).copy()

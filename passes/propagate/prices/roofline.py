@@ -1,5 +1,4 @@
 """Seconds of an operation on local shapes: roofline, kernel launches and kernel fusion.
-
 With kernel fusion (torch.compile) an elementwise operation, norm, softmax, reduction or loss runs
 in the kernel of its neighbours of the kind. A value inside such a chain is neither written nor
 read; only an operation that writes launches a kernel. Redistributions do not end a chain. Time of
@@ -340,8 +339,7 @@ def _roofline_seconds(
 def _chunked_loss_seconds(
     node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy], shapes: Sequence[tuple[int, ...]]
 ) -> PhaseSeconds:
-    """Seconds of a linear layer and its loss in chunks; the backward computes logits again and adds
-    weights' gradients per chunk."""
+    """Seconds of a linear layer and its loss in chunks, with logits computed twice."""
     values = dict(zip(node.inputs, shapes, strict=False))
     local = {n: replace(graph.types[n].example, shape=x) for n, x in values.items()}
     rows, target, matrix = (node.argument(name).name for name in ("self", "target", "matrix"))

@@ -399,7 +399,7 @@ class Eliminator:
         return weight, tuple(sorted([self.factors[scope] for scope in self.touching[node]])), node
 
     def cheapest_order(self, max_weight: int) -> tuple[float, Order]:
-        """(entries of all joins, order): the order with the fewest; infinite if each has a join above ``max_weight``."""
+        """(entries of all joins, order) of the fewest; infinite if all exceed ``max_weight``."""
         return min(((self.joined(order, max_weight), order) for order in ORDERS), key=lambda found: found[0])
 
     def joined(self, order: Order, max_weight: int, sizes: Mapping[int, int] | None = None) -> float:

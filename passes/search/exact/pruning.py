@@ -1,5 +1,4 @@
 """Pruning of strategies: dead-end elimination, and lower bounds by sequential message passing.
-
 Source: Goldstein, Efficient rotamer elimination applied to protein side-chains (1994); Kolmogorov, Convergent tree-reweighted
 message passing (2006), in the reparametrisation form of SRMP (2015)."""
 
@@ -128,9 +127,7 @@ KnownMessages = dict[tuple[int, int, bytes, bytes], tuple[Array, Array]]
 
 def min_message(table: Array, moved: Array, axis: int) -> Array:
     """min along ``axis`` of a matrix plus ``moved``, a vector along it.
-
-    In blocks: sums that leave the cache before their minimum take twice as long.
-    """
+    In blocks: sums that leave the cache before their minimum take twice as long."""
     step = max(1, BLOCK // table.shape[1])
     if len(table) <= step:
         return broadcast_sum(table, moved if axis == 1 else moved[:, None]).min(axis=axis)

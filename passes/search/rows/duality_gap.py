@@ -1,5 +1,4 @@
 """Closing the duality gap: single-node moves, mixtures of two near-best choices, branch and bound.
-
 Prices alone change all equal layers at once. Moves of one node fill a limit to the brim; mixtures let k of L equal layers
 choose differently; branching decides the few large choices that do not average out."""
 
