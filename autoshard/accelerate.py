@@ -29,12 +29,10 @@ from autoshard.transfers.running import load_safetensors
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """:class:`accelerate.Accelerator` for sharded modules, in one process or under torchrun.
-
     A script means on all ranks what it means on one device: loaders give every rank the full batch,
     ``gather_for_metrics`` gives each row once, and checkpoints hold the unsharded model. Modules of
     ``inputs="local"`` get their part of the batch, as accelerate's data parallelism deals it out.
-    Without a sharded module, or in one process, all is accelerate's own.
-    """
+    Without a sharded module, or in one process, all is accelerate's own."""
 
     _optimizers: list[Any]
 
@@ -45,7 +43,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def num_processes(self) -> int:
-        """Number of parts of the batch: 1 if ranks share it; the number of processes before ``prepare``."""
+        """Parts of the batch: 1 if ranks share it; the number of processes before ``prepare``."""
         return super().num_processes if self._sharded is None else batch_part(self._sharded)[1]
 
     @property
@@ -56,7 +54,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # --- prepare ---
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """See :meth:`accelerate.Accelerator.prepare`. Raises :class:`AutoshardError` before anything is prepared."""
+        """See :meth:`accelerate.Accelerator.prepare`. :class:`AutoshardError` before any change."""
         modules = [x for x in args if isinstance(x, DistributedModule)]
         for module in modules:
             self._check(module, args)
@@ -90,7 +88,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """See :meth:`accelerate.Accelerator.prepare_model`. A sharded module is not wrapped in DDP."""
+        """See :meth:`accelerate.Accelerator.prepare_model`. Sharded modules get no DDP."""
         if not isinstance(model, DistributedModule):
             return super().prepare_model(model, device_placement, evaluation_mode)
         if model not in self._models:
@@ -135,11 +133,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # --- collectives ---
 
     def gather(self, tensor: Any) -> Any:
-        """See :meth:`accelerate.Accelerator.gather`: rows of the full batch, each once.
-
-        With local inputs, tensors with as many rows as the part are gathered, and those with the rows
-        of the batch are outputs, which are whole. :class:`AutoshardError` for other tensors.
-        """
+        """See :meth:`accelerate.Accelerator.gather`: rows of the full batch, each once. With local
+        inputs, tensors with as many rows as the part are gathered; those with the batch's are
+        whole outputs. :class:`AutoshardError` for others."""
         sharded = self._sharded
         if sharded is None:
             return super().gather(tensor)
@@ -176,7 +172,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().gather_for_metrics(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """See :meth:`accelerate.Accelerator.reduce`. Ranks that share a part of the batch count once."""
+        """See :meth:`accelerate.Accelerator.reduce`. Ranks with the same part count once."""
         sharded = self._sharded
         if sharded is None:
             return super().reduce(tensor, reduction, scale)
@@ -188,7 +184,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """See :meth:`accelerate.Accelerator.split_between_processes`: all inputs if ranks share the batch."""
+        """See the same method of accelerate: all inputs if ranks share the batch."""
         if self._sharded is not None and self.num_processes == 1:
             yield inputs
             return
@@ -207,10 +203,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # --- checkpoints ---
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """See :meth:`accelerate.Accelerator.get_state_dict`: full tensors on the CPU of the main process. Collective.
-
-        Empty on other processes, as with FSDP. Tied weights are one tensor.
-        """
+        """See :meth:`accelerate.Accelerator.get_state_dict`: full tensors on the CPU of the main
+        process, none on others, as with FSDP. Tied weights are one tensor. Collective."""
         if not isinstance(model, DistributedModule):
             return super().get_state_dict(model, unwrap)
         own, full, known = model.all_stages_state_dict(), model.full_state_dict(), dict[int, torch.Tensor]()
@@ -230,7 +224,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return location
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """See :meth:`accelerate.Accelerator.load_state`; every rank keeps its shards. Any mesh may have saved it."""
+        """See :meth:`accelerate.Accelerator.load_state`: each rank's shards, from any mesh."""
         if self._sharded is not None and kwargs:
             raise AutoshardError(f"load_state of a sharded module takes no {', '.join(kwargs)}")
         with self._full_states():

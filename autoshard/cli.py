@@ -383,7 +383,7 @@ def _check_memory(make: Callable[[], nn.Module], copies: float) -> None:
 
 
 def _dtype_name(options: argparse.Namespace) -> str:
-    """The dtype of the model: asked for, that of the saved plan's parameters, or of the hardware."""
+    """The model's dtype: asked for, of the saved plan's parameters, or of the hardware."""
     if options.dtype is not None:
         return str(options.dtype)
     if (plan := _given_plan(options)) is not None:
@@ -450,7 +450,7 @@ def _plan_command(options: argparse.Namespace) -> int:
 
 
 def _compare_command(options: argparse.Namespace) -> int:
-    """Print the step of ``--like``, and of plans from a search, on the same mesh and on other meshes."""
+    """Print the step of ``--like``, and of searched plans on this mesh and others."""
     model, args, kwargs = _meta_model(options)
     asked = _planning_arguments(options)
     where: dict[str, Any] = {"devices": options.devices, "hardware": options.hardware}

@@ -43,17 +43,15 @@ def compile_model(
     training: bool | None = None,
     dynamic: Dynamic = False,
 ) -> Compiled:
-    """``model`` compiled for these arguments. ``training``, ``dynamic``: see :func:`capture`.
-
-    Raises subclasses of :class:`~autoshard.errors.AutoshardError`; the model is left unchanged.
-    """
+    """``model``, unchanged, compiled for these arguments. ``training``, ``dynamic``: see
+    :func:`capture`. Raises subclasses of :class:`~autoshard.errors.AutoshardError`."""
     graph = capture_graph(model, args, kwargs, training=training, dynamic=dynamic, precision=opts.mixed_precision)
     return compile_graph(graph, mesh, replace(opts, like=expand_tp_plan(model, opts.like)), known)
 
 
 @contextlib.contextmanager
 def named_errors() -> Iterator[None]:
-    """Inside, an error that autoshard did not mean becomes a :class:`CaptureError`: there is no program."""
+    """Inside, an error that autoshard did not mean becomes a :class:`CaptureError`."""
     try:
         yield
     except (AutoshardError, MemoryError, OSError, torch.OutOfMemoryError):

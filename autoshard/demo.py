@@ -1,4 +1,4 @@
-"""``autoshard demo``: an 8B model planned for 8 H100, then a tiny one verified, trained and saved."""
+"""``autoshard demo``: an 8B model planned for 8 H100; a tiny one verified, trained and saved."""
 
 from __future__ import annotations
 

@@ -21,9 +21,7 @@ _runs = itertools.count(1)
 
 def set_up_logs(names: str | None = None) -> None:
     """Send the loggers in ``names`` (comma separated; default: AUTOSHARD_LOGS) to stderr at INFO.
-
-    "all" selects all. An unknown name logs a warning that lists the known ones.
-    """
+    "all" selects all. An unknown name logs a warning that lists the known ones."""
     asked = os.environ.get("AUTOSHARD_LOGS", "") if names is None else names
     ours = logging.getLogger("autoshard")
     if ours.level == logging.NOTSET:  # a root logger at INFO does not mean ours
@@ -57,9 +55,7 @@ def dump_graph(graph: Graph) -> Path | None:
 
 def dump_compilation(plan: Plan, program: Program, source: Callable[[], str], folder: Path | None = None) -> None:
     """Log the stages after capture, one file each in ``folder`` (of :func:`dump_graph`).
-
-    ``source``: gives the generated file; called only if it is logged or written.
-    """
+    ``source``: gives the generated file; called only if it is logged or written."""
     _log_stage("plan", plan)
     _log_stage("redistribute", program)
     _log_stage("collectives", "\n".join(map(str, plan.collectives)) or "none")

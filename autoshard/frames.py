@@ -1,8 +1,5 @@
-"""Stack frames and source locations: which are the user's, torch's, Python's or autoshard's.
-
-Errors, reports and generated comments name the user's ``file:line``. Models in ``autoshard.models``
-count as user code.
-"""
+"""Stack frames and source locations: the user's (``autoshard.models`` included), torch's, Python's
+or autoshard's. Errors, reports and generated comments name the user's ``file:line``."""
 
 from __future__ import annotations
 
@@ -141,5 +138,4 @@ def users_lines(stack_trace: str) -> tuple[tuple[str, int], ...]:
 
 
 def source_line(frame: FrameType) -> str:
-    """The source line of a frame."""
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()

@@ -1,8 +1,7 @@
 """Trainers of Hugging Face for sharded modules; needs the packages transformers and accelerate.
-
-Importing this file prepares :class:`transformers.Trainer` itself, so that its subclasses (trl's, a user's own) work,
-too. :func:`autoshard.compile` imports it if transformers' Trainer is imported. Trainers of other models are as before.
-"""
+Importing this file prepares :class:`transformers.Trainer` itself, so that its subclasses (trl's, a
+user's own) work, too. :func:`autoshard.compile` imports it if transformers' Trainer is imported.
+Trainers of other models are as before."""
 
 from __future__ import annotations
 
@@ -46,11 +45,9 @@ _PROCESSES: dict[str, Any] = {}
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """:class:`transformers.Trainer`, which takes sharded modules, by the name that it had here.
-
     Every rank gets the same batches: ``per_device_train_batch_size`` is the global batch size. The
     module is not wrapped in DDP; autocast follows ``bf16=True``. Checkpoints are the unsharded
-    model's: resume on another mesh, on one device, or with ``from_pretrained``.
-    """
+    model's: resume on another mesh, on one device, or with ``from_pretrained``."""
 
 
 def _sharded(model: Any) -> ShardedModule | None:
@@ -62,10 +59,8 @@ def _sharded(model: Any) -> ShardedModule | None:
 def _for_sharded(
     name: str, kind: type[ShardedModule] = ShardedModule
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replaces a method of transformers' Trainer for sharded modules of this ``kind``.
-
-    The function gets the trainer, its sharded module, the method as it was, and the arguments.
-    """
+    """Replaces a method of transformers' Trainer for sharded modules of this ``kind``. The function
+    gets the trainer, its sharded module, the method as it was, and the arguments."""
 
     def replace(ours: Callable[..., Any]) -> Callable[..., Any]:
         theirs = getattr(transformers.Trainer, name)
@@ -86,10 +81,8 @@ def _for_sharded(
 
 
 def _see_processes(one: bool) -> None:
-    """Let accelerate see ``one`` process, as every rank takes the full batch, or those that there are.
-
-    The first rank stays the main process, which prints and writes.
-    """
+    """Let accelerate see ``one`` process, as every rank takes the full batch, or those that there
+    are. The first rank stays the main process, which prints and writes."""
     shared = PartialState._shared_state
     if one and shared["num_processes"] > 1:
         _PROCESSES.update({name: shared[name] for name in _ONE})
@@ -99,7 +92,7 @@ def _see_processes(one: bool) -> None:
 
 
 def _ranks_seen(one: bool = False) -> PartialState:
-    """The process of these training arguments, alone; its rank decides whether it writes, unless ``one``."""
+    """These arguments' process, alone; its rank decides whether it writes, unless ``one``."""
     made = object.__new__(PartialState)
     made.__dict__ = {**PartialState._shared_state, **({} if one else _PROCESSES), "num_processes": 1}
     made.__dict__["distributed_type"] = DistributedType.NO
@@ -107,7 +100,7 @@ def _ranks_seen(one: bool = False) -> PartialState:
 
 
 def _main_by_rank(name: str, index: str) -> None:
-    """Let the property ``name`` of accelerate's state tell the main process by rank, if it sees one process."""
+    """Let accelerate's property ``name`` go by rank, where it sees one process."""
     theirs = getattr(PartialState, name).fget
 
     def is_main(self: PartialState) -> bool:
@@ -212,7 +205,7 @@ def _load_best_model(trainer: Any, sharded: ShardedModule, theirs: Callable[...,
 
 
 def _compiled_for_first_batch(create: Callable[..., Any]) -> Callable[..., Any]:
-    """``create_optimizer``, which first compiles a module that no call has compiled: optimizers need its parameters."""
+    """``create_optimizer``, which first compiles the module: it needs parameters."""
 
     @functools.wraps(create)
     def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -41,10 +41,8 @@ class Shard:
 @dataclass(frozen=True, slots=True)
 class Owned(Shard):
     """Table-wise placement: rank ``owner`` holds the full tensor, the others no rows of it.
-
     For embedding tables and expert modules; other axes may shard the owner's tensor. It is a
-    Shard(0) with chunks 0, …, n, …, 0. No redistribution along the axis leads to or from it.
-    """
+    Shard(0) with chunks 0, …, n, …, 0. No redistribution along the axis leads to or from it."""
 
     dim: int = 0
     owner: int = 0
@@ -56,12 +54,10 @@ class Owned(Shard):
 @dataclass(frozen=True, slots=True)
 class Grouped(Shard):
     """Rank r holds chunk r of each segment of dim ``dim``, concatenated, in equal chunks.
-
     For fused projections, whose result is split into segments. ``parts``: the ratio of segment
     lengths in lowest terms, such as ``(4, 1, 1)`` for q, k, v (torch's ``_StridedShard`` if equal).
     No redistribution along the axis leads to or from it. Raises :class:`LayoutError` for an invalid
-    ratio, or one that a DTensor cannot express.
-    """
+    ratio, or one that a DTensor cannot express."""
 
     dim: int = 0
     parts: tuple[int, ...] = (1, 1)
@@ -89,11 +85,9 @@ def fits_split_factor(lengths: Sequence[int]) -> bool:
 
 
 def _split_factor(parts: tuple[int, ...]) -> int:
-    """A ratio encoded as a negative split factor of a strided shard, which torch passes on unread.
-
-    Torch supports equal parts on one axis only. :mod:`autoshard.module.dtensors.segments` lets it
-    shard and gather by :func:`parts_of_split_factor` once a sharded module exists.
-    """
+    """A ratio encoded as a negative split factor of a strided shard, which torch (equal parts on
+    one axis only) passes on unread; :mod:`autoshard.module.dtensors.segments` lets it shard by
+    :func:`parts_of_split_factor`."""
     bits = _SPLIT_FACTOR_BITS // len(parts)
     return -(sum(n << bits * i for i, n in enumerate(parts)) * 2 * _SPLIT_FACTOR_BITS + len(parts))
 
@@ -160,7 +154,6 @@ def from_torch_placement(placement: Any) -> Any:
 
 
 def gradient_placement(placement: Placement) -> Placement:
-    """The placement of the gradient of a value with ``placement``."""
     return P if isinstance(placement, Replicate) else R if isinstance(placement, Partial) else placement
 
 
@@ -263,10 +256,8 @@ class Layout:
         return tuple((start + number * length, length) for start, length in chunks)
 
     def chunk_of(self, dim: int, size: int, rank: int) -> tuple[int, int]:
-        """``(start, length)`` of the rank's chunk of tensor dim ``dim`` of global length ``size``.
-
-        Raises :class:`LayoutError` if there are several: see :meth:`chunks_of`.
-        """
+        """``(start, length)`` of the rank's chunk of tensor dim ``dim`` of global length ``size``;
+        :class:`LayoutError` if there are several: see :meth:`chunks_of`."""
         if any(p.dim == dim for p in self.grouped.values()):
             raise LayoutError(f"{self}: a rank holds several chunks of dim {dim}")
         start, length = 0, size

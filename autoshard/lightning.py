@@ -25,16 +25,14 @@ from autoshard.module.ranks.distributed import DistributedModule
 
 
 class _Ranks:
-    """What both strategies do: ranks share a batch, or have parts of it; states are the unsharded model's."""
+    """What both strategies do: ranks share a batch or have parts; states are unsharded."""
 
     _part = (0, 1)
     """(number of this rank's part of the batch, number of parts)"""
 
     def _follow(self, module: nn.Module) -> None:
-        """Check ``module``, and make what is not sharded, and generators, those of rank 0.
-
-        Raises :class:`AutoshardError` before anything is changed. Collective.
-        """
+        """Check ``module``, and make what is not sharded, and generators, those of rank 0. Raises
+        :class:`AutoshardError` before anything is changed. Collective."""
         world = dist.get_world_size()
         sharded = _sharded_in(module)
         if world == 1:
@@ -70,7 +68,7 @@ class _Ranks:
         return made / shared if shared > 1 and str(operation).lower().endswith("sum") else made
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """One row per part of the batch; the tensor itself if ranks share the batch, as on one device."""
+        """One row per part of the batch; the tensor itself if ranks share the batch."""
         parts = self._part[1]
         if parts == 1 and dist.get_world_size() > 1:
             return tensor
@@ -117,7 +115,7 @@ class AutoshardStrategy(_Ranks, DDPStrategy):  # type: ignore[misc]
         return {"num_replicas": self._part[1], "rank": self._part[0]}
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """See Lightning's ``Strategy.reduce``; what is logged is global already if ranks share the batch."""
+        """See Lightning's ``Strategy.reduce``; global already if ranks share the batch."""
         return self._reduced(tensor, reduce_op, lambda: super(AutoshardStrategy, self).reduce(tensor, group, reduce_op))
 
     @contextlib.contextmanager
@@ -169,12 +167,12 @@ class AutoshardFabricStrategy(_Ranks, FabricDDPStrategy):  # type: ignore[misc]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
-        """Options of the ``DistributedSampler`` that Fabric makes; None: the loader's own sampler."""
+        """Options of Fabric's ``DistributedSampler``; None: the loader's own sampler."""
         self._loads = self._loads or self._module is None
         return None if self._part[1] == 1 else {"num_replicas": self._part[1], "rank": self._part[0]}
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """See Fabric's ``Strategy.all_reduce``; values are global already if ranks share the batch."""
+        """See Fabric's ``Strategy.all_reduce``; global already if ranks share the batch."""
         return self._reduced(
             tensor, reduce_op, lambda: super(AutoshardFabricStrategy, self).all_reduce(tensor, group, reduce_op)
         )
@@ -224,7 +222,7 @@ def _tensors_beside(module: nn.Module, sharded: Iterable[str]) -> dict[str, torc
 
 
 def _full_state(module: nn.Module, kept: bool) -> dict[str, Any]:
-    """The state dict of ``module`` with full tensors on the CPU; empty unless ``kept``. Collective."""
+    """State dict of ``module``, full tensors on the CPU; empty unless ``kept``. Collective."""
     found = OrderedDict((n, x) for n, x in module.state_dict().items())
     for path, sharded in _sharded_in(module).items():
         prefix = f"{path}." if path else ""
@@ -233,7 +231,7 @@ def _full_state(module: nn.Module, kept: bool) -> dict[str, Any]:
 
 
 def _of(module: nn.Module | None, optimizer: Any) -> tuple[DistributedModule | None, Any]:
-    """(the sharded module whose parameters ``optimizer`` steps, the optimizer without a wrapper)."""
+    """(the sharded module that ``optimizer`` steps, the optimizer without a wrapper)."""
     while isinstance(optimizer, LightningOptimizer | _FabricOptimizer):
         optimizer = optimizer.optimizer
     return trained_module(optimizer, _sharded_in(module).values()), optimizer

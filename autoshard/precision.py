@@ -34,9 +34,7 @@ POLICY_FIELDS = {"param_dtype": "param", "reduce_dtype": "reduce", "output_dtype
 
 def precision_of(policy: Any) -> Precision | None:
     """The Precision of a torch MixedPrecisionPolicy; None if it changes nothing.
-
-    Raises :class:`PlanError` for another type, and for dtypes that are not floating.
-    """
+    Raises :class:`PlanError` for another type, and for dtypes that are not floating."""
     if policy is None or isinstance(policy, Precision):
         return policy
     if not all(hasattr(policy, name) for name in (*POLICY_FIELDS, "cast_forward_inputs")):

@@ -1,4 +1,4 @@
-"""Progress of long compile phases on terminals and in logs, and less garbage collection during them."""
+"""Progress of long compile phases on terminals and in logs; less garbage collection."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ _phases: list[str] = []
 @contextmanager
 def shown_progress(name: str, stream: TextIO | None = None) -> Iterator[None]:
     """Show ``name``, the phase inside it and elapsed seconds on ``stream`` (default: stderr).
-
     On a terminal one line is rewritten every second after the first two. In a log, a line is
-    written every 20 seconds. Under torchrun only the first rank writes.
-    """
+    written every 20 seconds. Under torchrun only the first rank writes."""
     out = sys.stderr if stream is None else stream
     inner = bool(_phases)
     _phases.append(name)
@@ -91,10 +89,8 @@ def is_time_up() -> bool:
 @contextmanager
 def infrequent_gc() -> Iterator[None]:
     """Let Python's garbage collector run less often, and on young objects only.
-
     A compile creates millions of lasting objects; scanning them repeatedly takes a quarter of its
-    time.
-    """
+    time."""
     before = gc.get_threshold()
     if 0 < before[0] < _GC_THRESHOLDS[0]:
         gc.set_threshold(*_GC_THRESHOLDS)

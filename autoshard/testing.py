@@ -119,10 +119,8 @@ _PLAIN_DEFAULTS: Mapping[str, Any] = {"float": 0.5, "bool": False}
 
 
 def _rule_checked_on_use(new: Rule, samples: Sequence[Sample], done: Iterable[Hashable]) -> Rule:
-    """``new`` with unchecked strategies left out; they are checked when a model's call needs them.
-
-    ``done``: keys that were checked on ``samples``.
-    """
+    """``new`` with unchecked strategies left out, which are checked when a call needs them.
+    ``done``: keys checked on samples."""
     checked, hopeless = set(done), set[Hashable]()
 
     def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:

@@ -56,7 +56,6 @@ def _made_in(dtype: torch.dtype, make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _in_dtype(inputs: Any, dtype: torch.dtype) -> Any:
-    """``inputs`` with floating tensors in ``dtype``."""
     return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
 
 

@@ -1,8 +1,6 @@
 """``autoshard.calibrate``: speed of this machine's kernels, memory, collectives and overlap.
-
 Under torch.distributed all ranks measure together and share cores, memory and network cards as in
-training; all get the same numbers. In one process, worker processes (gloo or NCCL) are started.
-"""
+training; all get the same numbers. In one process, worker processes (gloo or NCCL) are started."""
 
 from __future__ import annotations
 
@@ -184,10 +182,8 @@ def _visit(
     waiting: RankSkew | None,
     quick: bool,
 ) -> dict[str, Any]:
-    """One pass over all entries, as a tree of numbers that all ranks agree on.
-
-    Shares are relative to the peak of the same visit, since the machine's speed changes over time.
-    """
+    """One pass over all entries, as a tree of numbers that all ranks agree on; shares are relative
+    to the peak of the same visit, since speeds change over time."""
     cpu, world = clock.device.type == "cpu", dist.get_world_size()
     speeds = [agreed(_product_speed(clock, dtype, large), min) for dtype in dtypes]
     peak = speeds[dtypes.index(KERNEL_DTYPES[clock.device.type])]
@@ -230,9 +226,8 @@ def _product_speed(clock: Clock, dtype: torch.dtype, n: int) -> float:
 
 
 def _narrow_speed(clock: Clock, n: int) -> float:
-    """FLOP/s of a linear layer's three products for ``n`` rows, with weights outside caches.
-
-    Reading the weight bounds products of few rows, so layers take turns."""
+    """FLOP/s of a linear layer's three products for ``n`` rows; layers take turns, as reading
+    uncached weights bounds them."""
     width, dtype = 4096 if clock.device.type == "cuda" else 512, KERNEL_DTYPES[clock.device.type]
     x = torch.randn(n, width, device=clock.device, dtype=dtype)
     one = torch.randn(width, width, device=clock.device, dtype=dtype)
@@ -331,10 +326,8 @@ def _core_sharing(clock: Clock) -> tuple[tuple[int, float], ...]:
 
 
 def _launch_seconds(clock: Clock) -> float:
-    """Launch latency (seconds): the smallest operation, forward or backward.
-
-    On CPUs a product before it evicts the launching code from caches: triple the latency.
-    """
+    """Launch latency (seconds): the smallest operation, forward or backward. On CPUs a product
+    before it evicts the launching code from caches: triple the latency."""
     x = torch.ones(8, device=clock.device, requires_grad=True)
 
     def run(count: int) -> None:

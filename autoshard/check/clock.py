@@ -23,9 +23,8 @@ MeasuredResult = TypeVar("MeasuredResult")
 
 
 def steal_seconds() -> float:
-    """Steal time of all cores so far, in seconds (``steal`` in proc(5)'s ``stat``, steps of 10 ms).
-
-    0 where the system does not report it."""
+    """Steal time of all cores so far, in seconds (proc(5)'s ``stat``, steps of 10 ms); 0 where it
+    is not reported."""
     try:
         first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
     except OSError:
@@ -51,7 +50,7 @@ class StealWatch:
         self.spent = self.repeating = 0.0
 
     def undisturbed(self, measure: Callable[[], MeasuredResult]) -> MeasuredResult:
-        """Result of ``measure`` with at most :data:`MOST_STOLEN` stolen, else the least disturbed try."""
+        """Result of ``measure`` with at most :data:`MOST_STOLEN` stolen, else the best try."""
         share, took, found = self._once(measure)
         self.spent += took
         while share > MOST_STOLEN and self.repeating + took <= REPEAT_SECONDS + REPEAT_RATIO * self.spent:
@@ -106,17 +105,14 @@ def slowest_ranks(found: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def lower_quartile(found: Sequence[float]) -> float:
-    """The lower quartile of ``found``."""
     return sorted(found)[len(found) // 4]
 
 
 class Clock:
-    """Timer that takes the mean of several repetitions after a warm-up.
-
-    Means, not quartiles: a step sums its operations, including those that run while a core is slow.
-    Where ranks share cores, a repetition is long enough for every rank to get its time slices. All
-    ranks repeat a measurement that steal time disturbed (:class:`~autoshard.check.clock.StealWatch`).
-    """
+    """Timer that takes the mean of several repetitions after a warm-up. Means, since a step sums
+    its operations, also while a core is slow. Where ranks share cores, a repetition lasts long
+    enough for all. Disturbed measurements are repeated
+    (:class:`~autoshard.check.clock.StealWatch`)."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self.repeats = device, repeats
@@ -135,12 +131,10 @@ class Clock:
         return self._mean(call, True, self.now)
 
     def relative(self, call: Callable[[], object], counts: Sequence[int]) -> list[float]:
-        """Seconds of a call with n ranks per machine at work, relative to the last n of ``counts``.
-
-        The other ranks wait. The counts take turns and medians of the turns count, because a
-        machine's speed changes within a second by more than the counts differ. A turn takes the
-        mean over ranks: the slowest of more ranks would be slower by chance alone.
-        """
+        """Seconds of a call with n ranks per machine at work, relative to the last n of ``counts``;
+        others wait. The counts take turns, and medians of turns count, because speeds change
+        within a second. A turn takes the mean over ranks: the slowest of more ranks would be
+        slower by chance."""
         often, place = self._often(call, True), dist.get_rank() % on_this_machine()
 
         def turn() -> list[float]:
@@ -166,12 +160,9 @@ class Clock:
         return [[self.watch.undisturbed(partial(once, call)) for call in calls] for _ in range(self.repeats)]
 
     def now(self, ranks: int | None = None) -> float:
-        """Clock (seconds) for work without communication.
-
-        Where ranks share cores it is processor time, scaled by how many of ``ranks`` (default: all)
-        share a core. Wall time would be wrong. A short operation mostly fits into one time slice,
-        as if no other rank ran, and for a long one the ranks scheduled first would look fast.
-        """
+        """Clock (seconds) for work without communication. Where ranks share cores, processor time
+        scaled by how many of ``ranks`` (default: all) share one: by wall time a short operation
+        would look alone, and a long one fast on the ranks scheduled first."""
         if not self.shared:
             return time.perf_counter()
         ranks = on_this_machine() if ranks is None else ranks

@@ -44,22 +44,17 @@ def move_for_kind(kind: str, ranks: int, size: int) -> tuple[Move, tuple[int, ..
 
 
 class TimedStep:
-    """Times calls that follow compute, as in a training step, instead of back-to-back messages.
-
-    After compute, ranks arrive at different times and communication threads must wake up. Waits
-    vary over seconds, so compared calls alternate. The compute is a layer with its gradients: as in
-    a step it uses memory, and so varies more among ranks than a product of cached operands.
-    """
+    """Times calls that follow compute, as in a training step: ranks arrive at different times and
+    communication threads must wake up. Waits vary over seconds, so compared calls alternate. The
+    compute is a layer with its gradients, which uses memory as a step does."""
 
     def __init__(self, clock: Clock, between: float = SECONDS_BETWEEN) -> None:
         self.clock, self.operation = clock, _layer_step(clock)
         self.count = max(1, round(agreed(between / clock.seconds(self.operation), max)))  # ranks have equal work
 
     def seconds(self, calls: Sequence[Callable[[], object]]) -> list[float]:
-        """Seconds that one of each of ``calls`` adds to the compute of a round, median of rounds.
-
-        Rounds with and without the call are each the slowest rank's: faster ranks wait for it.
-        """
+        """Seconds that one of each of ``calls`` adds to the compute of a round, median of rounds. A
+        round is its slowest rank's, as faster ones wait."""
         rounds = slowest_ranks(self.clock.interleaved_seconds([self._of(call) for call in (lambda: None, *calls)]))
         added = ([after - alone for after in taken] for alone, *taken in rounds)
         return [
@@ -157,7 +152,6 @@ class CollectiveTimes:
 
 def outlying_messages(sent: Sequence[tuple[str, int]], seconds: Sequence[float]) -> list[int]:
     """Positions of outliers in ``sent``, and of their neighbours, which may be the wrong ones.
-
     An outlier takes more than :data:`OUTLIER_RATIO` times the next longer message, or is as far off the
     line between its neighbours."""
     odd = set[int]()
@@ -217,10 +211,8 @@ def _fitted_rate(kind: str, ranks: int, found: Sequence[tuple[float, float]]) ->
 
 
 def measured_overlap(clock: Clock) -> float:
-    """Overlap η of a bucket's communication M with compute C: T = C + (1 − η)·M, where C ≈ 2·M.
-
-    The smaller η of all-reduce and all-gather. Copies of buckets are priced separately.
-    """
+    """Overlap η of a bucket's communication M with compute C: T = C + (1 − η)·M, where C ≈ 2·M. The
+    smaller of all-reduce's and all-gather's; copies are priced separately."""
     operation = _layer_step(clock)
     one = clock.seconds(operation)
     return min(_hidden_share(clock, operation, one, gathers) for gathers in (False, True))
@@ -270,12 +262,10 @@ WARM_UP = 2
 
 
 def stage_host_seconds(clock: Clock) -> tuple[float, float]:
-    """Processor seconds (per action with its messages, per byte at each end of a message).
-
-    All ranks run a schedule whose actions compute a matrix product, which evicts the host's code
-    and data from the caches; its processor time is subtracted. Ranks and all their threads are
-    summed, because chance decides which of two ranks does the work of a message.
-    """
+    """Processor seconds (per action with its messages, per byte at each end of a message). The
+    actions of a schedule compute a product, which evicts the host's code from caches; its time
+    is subtracted. All ranks' threads are summed, as chance decides which does a message's
+    work."""
     world = dist.get_world_size()
     small, large = (agreed(_processor_seconds(clock, size), sum) for size in SIZES)
     bytes_ = 4.0 * (SIZES[1] - SIZES[0]) * 2 * (world - 1) * COUNT
@@ -306,7 +296,7 @@ def _processor_seconds(clock: Clock, size: int) -> float:
 
 
 class _ProductStages:
-    """Stages that compute a product, forward and backward; ``compute_seconds``: its processor seconds."""
+    """Stages that compute a product; ``compute_seconds``: its processor seconds, both ways."""
 
     def __init__(self, size: int) -> None:
         self.size, self.compute_seconds = size, 0.0

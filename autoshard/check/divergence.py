@@ -1,9 +1,7 @@
-"""First divergence of a sharded model from the unsharded one: operation, module, line, phase.
-
-Both run value by value from the same weights: the graph on one device, and the program of every
-micro-batch and stage on the in-process mesh. Each value and its gradient are assembled from the
-shards, replicas and partial sums of ranks and micro-batches, and compared.
-"""
+"""First divergence of a sharded model from the unsharded one: operation, module, line, phase. From
+the same weights the graph runs on one device, and the program of every micro-batch and stage on
+the in-process mesh. Values and gradients, assembled from shards, replicas and partial sums, are
+compared."""
 
 from __future__ import annotations
 
@@ -41,11 +39,9 @@ NamedTensors = dict[str, Tensor]
 def first_divergence(
     reference: nn.Module, sharded: ShardedModule, args: tuple[Any, ...], kwargs: dict[str, Any], rtol: float
 ) -> str | None:
-    """First operation whose value, else gradient, differs by more than ``rtol`` of its maximum.
-
-    Both sides use ``reference``'s weights. The backward is searched from the loss to the inputs. If
-    all values agree, wrongly captured modules are searched. None if nothing differs.
-    """
+    """First operation whose value, else gradient (from the loss back), differs by more than
+    ``rtol`` of its maximum, with ``reference``'s weights; else a wrongly captured module; else
+    None."""
     executable = sharded.specialise(args, kwargs)
     compiled = executable.compiled
     graph = compiled.graph if compiled.pipeline is None else compiled.pipeline.whole

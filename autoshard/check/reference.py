@@ -88,10 +88,8 @@ class _WideUpcasts(TorchFunctionMode):
 
 @contextlib.contextmanager
 def upcasts_in_float64() -> Iterator[None]:
-    """Inside, float32 islands of a float64 model (its upcasts) run, and are captured, in float64.
-
-    Sums in float32 round by their order, which would hide the digits that checks compare.
-    """
+    """Inside, float32 islands (upcasts) of a float64 model run, and are captured, in float64:
+    float32 sums round by their order, which would hide the digits that checks compare."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -117,7 +115,7 @@ def full_tensor_of(x: Tensor) -> Tensor:
 
 
 def loss_of(output: Any, leaves: Sequence[Tensor]) -> Tensor:
-    """:func:`scalar_loss` the output, else the sum of mean squares of its tensors with gradients."""
+    """:func:`scalar_loss` the output, else the sum of mean squares of tensors with gradients."""
     scalar = scalar_loss(output)
     if scalar is not None:
         return scalar

@@ -1,8 +1,5 @@
-"""Validation of sharding rules: local forms on every rank's shards against the unsharded op.
-
-Every strategy of the op's rule is tried on small meshes, for values and gradients (after DTensor's
-strategy validation).
-"""
+"""Validation of sharding rules: every strategy's local form, on every rank's shards of small
+meshes, against the unsharded op, values and gradients (after DTensor's strategy validation)."""
 
 from __future__ import annotations
 
@@ -67,11 +64,9 @@ def random_summand(like: Tensor, random: torch.Generator) -> Tensor:
 
 
 def shards_mismatch(parts: TensorList, layout: Layout, expected: Tensor, tolerance: float) -> str | None:
-    """Error text if the ranks' shards in ``layout`` do not form ``expected``; None if they do.
-
-    ``tolerance`` is relative to the largest element. Replicas are compared each; summands are
-    added.
-    """
+    """Error text if the ranks' shards in ``layout`` do not form ``expected``, else None.
+    ``tolerance``: relative to the largest element. Each replica is compared; summands are
+    added."""
     mesh, summed = layout.mesh, layout.axes_with(Partial)
     for r, part in enumerate(parts):
         if tuple(part.shape) != layout.local_shape(expected.shape, r):
@@ -204,9 +199,7 @@ def with_clean_op_state() -> Iterator[None]:
 
 def checked_case(node: Node, graph: Graph, strategy: Strategy, moving: bool) -> Hashable:
     """Key of the calls that a check covers: plain arguments, kinds of tensors, and the strategy.
-
-    ``moving``: whether gradients were compared as well, as far as the op has any.
-    """
+    ``moving``: whether gradients were compared as well, as far as the op has any."""
     kinds = [(t.is_floating_point, t.is_complex, t == torch.bool) for t in (graph.types[n].dtype for n in node.inputs)]
     slots = node.input_slots, node.output_slots
     return _plain_argument_text(node), tuple(kinds), slots, strategy.label, strategy.inputs, strategy.outputs, moving
@@ -289,10 +282,8 @@ def call_text(node: Node, graph: Graph) -> str:
 
 
 def _run_sample(rule: Rule, sample: Sample, with_gradient: bool, wanted: Collection[int] | None) -> _Example:
-    """Run the sample unsharded; arguments without a derivative (class weights) are constants.
-
-    An op without a backward is compared for values only.
-    """
+    """Run the sample unsharded; arguments without a derivative (class weights) are constants, and
+    without a backward only values are compared."""
     constants: set[str] = set()
     while True:
         try:

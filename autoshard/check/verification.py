@@ -69,7 +69,7 @@ class Comparison:
 
     @property
     def rounds_alike(self) -> bool:
-        """Whether its error against float64 is at most :data:`ROUNDING_RATIO` times one device's."""
+        """Whether its error against float64 is at most :data:`ROUNDING_RATIO` times eager's."""
         if self.exact is None or self.rounding is None:
             return False
         return self.exact <= min(ROUNDING_RATIO * self.rounding, math.sqrt(self.limit))
@@ -196,7 +196,7 @@ def _verified(
     steps: int,
     options: dict[str, Any],
 ) -> VerifyReport:
-    """:func:`verify` with the ``options`` of :func:`autoshard.compile`; ``asked``: the user's rtol."""
+    """:func:`verify` with ``options`` of :func:`autoshard.compile`; ``asked``: the user's rtol."""
     (args, kwargs), dtype, reference = example, _dtype_of(model), copied_model(model)
     if dtype == torch.float64:
         _disable_grouped_mm(reference)

@@ -40,11 +40,9 @@ log = logging.getLogger("autoshard.plan")
 @without_autocast()  # its casts are in the graph
 def planned_for(graph: Graph, devices: int, hardware: Hardware, opts: CompileOptions) -> Plan:
     """The cheapest plan of ``graph`` on a mesh of ``devices``, with runners-up in ``candidates``.
-
-    Every mesh of one and two axes is tried, and the best is divided once more (:func:`divided_mesh_shape`);
-    meshes whose compute alone exceeds the best plan are skipped. Axes are named by use: dp, fsdp,
-    cp, tp, ep. Raises :class:`MeshError` for an invalid number, :class:`PlanError` without a plan.
-    """
+    All meshes of one and two axes are tried unless their compute alone exceeds the best plan,
+    which is divided once more (:func:`divided_mesh_shape`). Axes are named by use: dp, fsdp, cp,
+    tp, ep. Raises :class:`MeshError`, or :class:`PlanError` without a plan."""
     return MeshSearch(graph, hardware, opts).over(devices)
 
 
@@ -122,10 +120,8 @@ class MeshSearch:
         return found.graph, found.program, found.plan
 
     def _named(self, best: MeshPlan) -> Plan:
-        """The plan with the names of its mesh's axes.
-
-        Axes that are one group are joined, unless a collective over both takes longer than one over each.
-        """
+        """The plan with the names of its mesh's axes. Axes that are one group are joined, unless a
+        collective over both takes longer than one over each."""
         own = best.program.assignment
         joined = with_joined_axes(own)
         if joined.mesh.ndim < own.mesh.ndim:
@@ -135,7 +131,6 @@ class MeshSearch:
         return self._described(best.plan, own, best.plan.mesh)
 
     def _described(self, plan: Plan, assignment: Assignment, mesh: Mesh) -> Plan:
-        """``assignment`` on ``mesh``, with the options of ``plan``."""
         with record_conditions() as decided:
             program, memory = lower_and_simulate(assignment.on(mesh), self.opts.optimizer)
         found = describe_program(with_length_conditions(program, decided), self.opts.title, self.opts.optimizer, memory)
@@ -159,20 +154,16 @@ class MeshSearch:
 
 
 def mesh_shapes(devices: int) -> Iterator[tuple[int, ...]]:
-    """Mesh shapes of one and two axes (outer to inner) for ``devices``.
-
-    The order of axes matters inside a node too: unsharding the inner axis of a dim costs less.
-    """
+    """Mesh shapes of one and two axes (outer to inner) for ``devices``. The order matters inside a
+    node too: unsharding the inner axis of a dim costs less."""
     yield (devices,)
     yield from ((outer, devices // outer) for outer in range(2, devices) if devices % outer == 0)
 
 
 def divided_mesh_shape(shape: tuple[int, ...], per_node: int) -> tuple[int, ...]:
     """``shape`` with one more axis: the axis that spans nodes is split there, else the largest.
-
     >>> [divided_mesh_shape(shape, 8) for shape in ((4, 16), (8, 8), (2, 2), (64,))]
-    [(4, 2, 8), (4, 2, 8), (2, 2), (8, 8)]
-    """
+    [(4, 2, 8), (4, 2, 8), (2, 2), (8, 8)]"""
     inner = 1
     for i in reversed(range(len(shape))):
         within = per_node // inner
@@ -185,10 +176,8 @@ def divided_mesh_shape(shape: tuple[int, ...], per_node: int) -> tuple[int, ...]
 
 
 def with_joined_axes(assignment: Assignment) -> Assignment:
-    """``assignment`` with neighbouring mesh axes that are one group everywhere as one axis.
-
-    A mesh of 8 × 8 along which every value is sharded alike is a mesh of 64.
-    """
+    """``assignment`` with neighbouring mesh axes that are one group everywhere as one axis: 8 × 8
+    as 64."""
     mesh, every = assignment.mesh, (*assignment.layouts.values(), *assignment.shared.values())
     every = (*every, *(x for x in assignment.outputs if x is not None))
     for i in range(mesh.ndim - 1):
@@ -244,7 +233,6 @@ def _slower_by_text(cost: Cost, won: Cost) -> str:
 
 def served_for(calls: Sequence[ServedCall], devices: int, hardware: Hardware, opts: CompileOptions) -> Plan:
     """The plan of :func:`~autoshard.serving.serving_plan` on the best mesh of ``devices``.
-
     Meshes, candidates and errors are those of :func:`~autoshard.devices.meshes.planned_for`."""
     return _ServingSearch(max(calls, key=lambda c: c.times).graph, hardware, opts, calls=calls).over(devices)
 

@@ -1,8 +1,6 @@
-"""Search over pipelines of a number of devices: stages, their mesh, micro-batches, schedule.
-
-Lower bounds on the step time prune setups, estimates from one plan of the folded graph rank them,
-and the best are planned in full.
-"""
+"""Search over pipelines of a number of devices: stages, their mesh, micro-batches, schedule. Lower
+bounds prune setups, estimates from one plan of the folded graph rank them, the best are planned
+in full."""
 
 from __future__ import annotations
 
@@ -70,7 +68,6 @@ class PipelineSetup:
         return math.prod(self.rest)
 
     def of_stage(self, hardware: Hardware) -> Mesh:
-        """The mesh of one stage."""
         return Mesh({f"axis{i}": n for i, n in enumerate(self.rest)}, hardware)
 
     def mesh(self, rest: Mesh) -> Mesh:
@@ -145,10 +142,9 @@ class PipelineEstimates:
         return micro_batch_placements(self.opts.hints, self.folded.graph)
 
     def micro_batch_graph(self, batches: int) -> Graph:
-        """The folded graph of one micro-batch, planned as a step of its own (``passes=1``).
-
-        Otherwise the head would hide the gathers of the few folded blocks, which it cannot for all.
-        Raises :class:`PlanError` if the batch is not divisible."""
+        """The folded graph of one micro-batch, planned as a step of its own (``passes=1``): else
+        the head would hide the few folded blocks' gathers. Raises :class:`PlanError` if the
+        batch is not divisible."""
         if batches not in self.micro:
             whole = self.folded.graph
             several = batches > 1 and whole.training
@@ -208,10 +204,8 @@ class PipelineEstimates:
         return self.one_device_work[batches]
 
     def floor(self, setup: PipelineSetup) -> float:
-        """Lower bound on the step (seconds) of any plan of ``setup`` with any stages and schedule.
-
-        Infinite where no schedule applies. Raises :class:`PlanError` if the batch is not divisible.
-        """
+        """Lower bound on the step (seconds) of any plan of ``setup`` with any stages and schedule;
+        infinite where none applies. Raises :class:`PlanError` if the batch is not divisible."""
         key = setup.stages, setup.each, setup.batches
         if key not in self.floors:
             self.floors[key] = min((self._floor(setup, *run) for run in self.schedules(setup)), default=math.inf)
@@ -243,11 +237,9 @@ class PipelineEstimates:
         return self.alone(setup.batches).state / setup.ranks <= self.opts.budget(self.hardware)
 
     def of(self, setup: PipelineSetup) -> PipelineEstimate:
-        """The estimate of ``setup`` with its best schedule; :class:`PlanError` without a plan.
-
-        The folded graph is planned within its share of a stage's memory, and once more within less
-        if the stages then exceed the budget.
-        """
+        """The estimate of ``setup`` with its best schedule; :class:`PlanError` without one. The
+        folded graph is planned within its share of memory, and once more within less if the
+        stages then exceed the budget."""
         self.spent += 1
         found, limit = self._within(setup, math.inf)
         if found.fits:
@@ -349,14 +341,12 @@ def pipelined_for(
     least: int = 1,
 ) -> Plan:
     """The plan of the best pipeline found on ``devices``, with other estimates in ``candidates``.
-
     ``graph``: of the full batch; ``batches``: micro-batches, None: searched; ``least``: fewest
-    stages. Setups (:class:`PipelineSetup`) are estimated in order of promise, unless their lower bound
-    exceeds the best estimate. At most ``OUTER_LIMITS.most_estimates`` are; one short of memory counts as several. The
-    best is planned in full, and others while estimates are below that plan, ``OUTER_LIMITS.most_full_plans`` in all.
-
-    Raises :class:`MeshError` for an invalid number of devices, :class:`PlanError` without any plan.
-    """
+    stages. Setups (:class:`PipelineSetup`), at most ``OUTER_LIMITS.most_estimates``, are
+    estimated in order of promise unless their lower bound exceeds the best; one short of memory
+    counts as several. The best, and up to ``OUTER_LIMITS.most_full_plans`` estimated below its
+    plan, are planned in full. Raises :class:`MeshError`, or :class:`PlanError` without any
+    plan."""
     check_devices(devices)
     search = _PipelineSearch(PipelineEstimates(graph, hardware, opts), devices, batches, least)
     with shown_progress(f"pipelines of {devices}"):

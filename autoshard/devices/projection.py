@@ -1,9 +1,7 @@
-"""Projection: what a step costs on more devices, from the plan of one number of them.
-
-The data-parallel axis of the plan grows, and the batch with it, so that each device has the same
-work. Nothing is searched again: collectives are priced on the larger mesh, states that this axis
-shards shrink, and more devices wait for the slowest.
-"""
+"""Projection: what a step costs on more devices, from the plan of one number of them. The
+data-parallel axis grows, and the batch with it. Nothing is searched again: collectives are
+priced on the larger mesh, states sharded by the axis shrink, and more devices wait for the
+slowest."""
 
 from __future__ import annotations
 
@@ -125,11 +123,9 @@ def on_cluster(node: Hardware, cluster: Hardware) -> Hardware:
 
 
 def projected(plan: Plan, devices: Sequence[int], measured: tuple[int, float] | None = None) -> Projection:
-    """The step of ``plan`` on each number of ``devices``, multiples of its mesh.
-
-    ``measured``: (devices, seconds of a step) that compute is scaled to. Raises :class:`MeshError` for
-    other numbers, :class:`PlanError` without a data-parallel axis.
-    """
+    """The step of ``plan`` on each number of ``devices``, multiples of its mesh, else
+    :class:`MeshError`. ``measured``: (devices, seconds) to scale compute to. :class:`PlanError`
+    without a data-parallel axis."""
     sizes = sorted({*devices, *(measured or ())[:1]})
     for size in sizes:
         if size % plan.mesh.size:

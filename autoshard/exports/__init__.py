@@ -1,4 +1,4 @@
-"""Plans in the configurations of other engines (:func:`export`), and back (:func:`read_configuration`)."""
+"""Plans as configurations of other engines (:func:`export`), and back."""
 
 from autoshard.exports.configurations import Configuration, read_configuration
 from autoshard.exports.targets import KINDS, Exported, export

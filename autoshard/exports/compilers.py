@@ -25,7 +25,7 @@ def _is_plain(layout: Layout) -> bool:
 
 
 def mindspore_files(found: Description) -> dict[str, str]:
-    """Strategies of operations and parameters: tensor maps over one device matrix; null where none exists."""
+    """Strategies of operations and parameters: tensor maps over one device matrix, or null."""
     plan = found.plan
 
     def tensor_map(layout: Layout, ndim: int) -> Any:

@@ -1,4 +1,4 @@
-"""Configurations of other engines, read back: mesh, named strategies and options of :func:`autoshard.plan`."""
+"""Configurations of other engines, read back as mesh, named strategies and options."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ZERO_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 
 @dataclass(frozen=True)
 class Configuration:
-    """How another engine is configured. Sizes are ranks per role; 0: as many as the mesh has left."""
+    """How another engine is configured. Sizes are ranks per role; 0: the rest of the mesh."""
 
     kind: str
     source: str
@@ -53,7 +53,7 @@ class Configuration:
     """global batch in rows; 0 if not given"""
 
     def mesh(self, devices: int, hardware: Any = None) -> Mesh:
-        """The mesh of ``devices`` ranks that the engine would build. Raises :class:`PlanError` if they do not divide."""
+        """The engine's mesh of ``devices`` ranks; :class:`PlanError` if they do not divide."""
         sizes = {role: n for role in AXIS_NAMES if (n := self.sizes.get(role, 1)) > 1}
         left, rest = divmod(devices, math.prod(sizes.values()))
         if rest or (left > 1 and self.sizes.get("dp", 0)):
@@ -67,7 +67,7 @@ class Configuration:
         return Mesh({role: n for role, n in sizes.items() if n > 1} or {"dp": 1}, hardware)
 
     def like(self, mesh: Mesh) -> dict[str, Any]:
-        """Mesh axis → strategy. Raises :class:`PlanError` if the mesh has no axis of a role, or one of another size."""
+        """Mesh axis → strategy; :class:`PlanError` if the mesh's axes do not fit the roles."""
         strategies = {
             "replica": "ddp",
             "dp": _ZERO_STRATEGIES[self.zero],
@@ -116,9 +116,7 @@ def _axes_text(found: Configuration) -> str:
 
 def read_configuration(given: Any) -> Configuration | None:
     """The configuration in a dict, a text, or a file of that path; None if ``given`` is none.
-
-    Raises :class:`PlanError` if a file cannot be read, or a field has another type.
-    """
+    Raises :class:`PlanError` if a file cannot be read, or a field has another type."""
     source, data = "the configuration", given
     if isinstance(given, os.PathLike) or (isinstance(given, str) and Path(given).suffix in _SUFFIXES):
         source, path = str(given), Path(given)
@@ -148,7 +146,7 @@ _SUFFIXES = (".json", ".toml", ".yaml", ".yml", ".txt", ".sh")
 
 
 def _parsed(text: str, source: str) -> Any:
-    """Data of a text: JSON, flags of Megatron-LM, TOML, or lines ``key: value``; None if it is a name."""
+    """Data of a text: JSON, Megatron-LM flags, TOML or ``key: value`` lines; None for a name."""
     try:
         if text.lstrip().startswith("{"):
             return json.loads(text)

@@ -1,8 +1,6 @@
-"""Neutral description of a plan: roles of mesh axes, styles of modules, ZeRO stage, stages, recomputation.
-
-Exporters are tables over a :class:`Description`. Each :class:`Feature` of the plan needs a word of
-the target; a target without that word reports the feature's sentence.
-"""
+"""Neutral description of a plan: roles of axes, styles of modules, ZeRO stage, stages,
+recomputation. Exporters are tables over a :class:`Description`; a target without a
+:class:`Feature`'s word reports its sentence."""
 
 from __future__ import annotations
 
@@ -262,7 +260,7 @@ class Description:
 
     @property
     def rows(self) -> int:
-        """Batch rows of one micro-batch on all data-parallel ranks; 0 if the model has no inputs."""
+        """Batch rows of one micro-batch on all data-parallel ranks; 0 without inputs."""
         return next((s[0] for s in self._input_shapes if s), 0)
 
     @property
@@ -393,7 +391,7 @@ class Description:
         return any(isinstance(placed[a], Shard) for a in self.axes("dp") if a not in self.fsdp_axes)
 
     def nests_fsdp_outside(self, name: str) -> bool:
-        """Whether one dim of a parameter is sharded by a data axis, and inside by the tensor-parallel axis."""
+        """Whether a dim of a parameter is sharded by data, and inside by tensor parallelism."""
         layout = self.plan.layouts[name]
         cuts = [layout.axes_of(d) for d in range(len(self.plan.shapes[name]))]
         return any(
@@ -437,7 +435,7 @@ class Description:
 
 
 def along(use: str, axis: str) -> Placement:
-    """The placement along ``axis`` in the text of a layout, such as ``S(0)@dp R@tp``; Invariant as Replicate."""
+    """The placement along ``axis`` in the text of a layout (``S(0)@dp R@tp``); I becomes R."""
     for part in use.split():
         placed, _, name = part.rpartition("@")
         if name == axis:

@@ -1,4 +1,4 @@
-"""Export to torch: source of ``parallelize_module``, ``fully_shard``, recomputation and pipeline stages."""
+"""Export to torch: ``parallelize_module``, ``fully_shard``, recomputation, pipeline stages."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def _names(blocks: list[str], found: Description) -> str:
 
 
 def _data_parallel(found: Description, uses: dict[str, list[str]], constants: list[str]) -> tuple[str, list[str], bool]:
-    """Source of policies, lines of :data:`PARALLELIZE`, and whether the mesh has an axis of one rank."""
+    """Source of policies, lines of :data:`PARALLELIZE`, whether an axis has one rank."""
     axes = found.axes("dp")
     if not axes:
         return "", [], False
@@ -277,7 +277,7 @@ def _data_parallel(found: Description, uses: dict[str, list[str]], constants: li
 
 
 def _divides(found: Description, name: str) -> bool:
-    """Whether FSDP2 can shard a parameter along the plan's dim: along others than 0 it shards evenly only."""
+    """Whether FSDP2 can shard a parameter along the plan's dim: only evenly if not dim 0."""
     layout, shape = found.plan.layouts[name], found.plan.shapes[name]
     dims = [
         d for d, n in enumerate(shape) if d and layout.axes_of(d) and n % found.plan.mesh.size_of(layout.axes_of(d))

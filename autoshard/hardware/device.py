@@ -1,11 +1,9 @@
 """One device type: rates, links, checks of fields, and tile quantization of matrix products.
-
 A multiprocessor computes one tile of the result at a time. So a product takes full waves of tiles,
 and the last may leave units idle. Edge tiles are computed in full (NVIDIA, "Matrix
 Multiplication Background User's Guide"). Libraries pick the fastest of several tile sizes: small
 tiles fill more units but read more per multiplication. Below one wave of the smallest tiles, the
-summed dim is split (split-K).
-"""
+summed dim is split (split-K)."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ class Tiling(NamedTuple):
         return cls(int(units), tuple(Tile(*size) for size in sizes), float(between))
 
     def seconds(self, flops: float, rows: int, columns: int, speed: float) -> float:
-        """Seconds of a product; ``speed``: FLOP/s of the product of :data:`SQUARE_PRODUCT_LENGTH` cubed."""
+        """Seconds of a product; ``speed``: FLOP/s of one of :data:`SQUARE_PRODUCT_LENGTH` cubed."""
         return (
             _tiled_product_seconds(self, flops / (2.0 * rows * columns), rows, columns, speed)
             if rows * columns

@@ -1,9 +1,7 @@
 """Links between devices, and routes of groups over them, in the α-β model.
-
 A collective takes latency + ring bytes / bandwidth. Ring bytes are sent by one rank: (n-1)/n of the
 full tensor for an all-gather or reduce-scatter, twice that for an all-reduce, n-1 chunks for an
-all-to-all, one message for a permute.
-"""
+all-to-all, one message for a permute."""
 
 from __future__ import annotations
 
@@ -82,11 +80,9 @@ class Link:
                 )
 
     def rate(self, kind: str, ranks: int) -> tuple[float, float]:
-        """(seconds, seconds per ring byte) of a collective among ``ranks`` ranks.
-
-        Both are interpolated between measured group sizes, in the number of ranks (rings) or, for
-        an all-reduce, its logarithm (trees). Beyond the largest size latency is extrapolated.
-        """
+        """(seconds, seconds per ring byte) of a collective among ``ranks`` ranks, interpolated
+        between measured group sizes (an all-reduce: their logarithms, as in trees). Beyond them
+        latency is extrapolated."""
         if ranks <= 1:
             return 0.0, 0.0
         known = sorted((r for r in self.rates if r.kind == kind), key=lambda r: r.ranks)
@@ -127,7 +123,7 @@ class Level:
 
 
 def check_levels(levels: object, name: str) -> None:
-    """Raise :class:`MeshError` unless ``levels`` are two or more, each a multiple of the one below."""
+    """:class:`MeshError` unless ``levels`` are several, each a multiple of the one below."""
     if not isinstance(levels, tuple) or len(levels) < 2 or not all(isinstance(x, Level) for x in levels):
         raise MeshError(f"hardware {name!r}: levels is a tuple of two or more Level, innermost first, got {levels!r}")
     for below, above in itertools.pairwise(levels):
@@ -151,14 +147,12 @@ class Crossing(NamedTuple):
 @dataclass(frozen=True)
 class Route:
     """The links of a group with ``inside`` ranks on each of ``nodes`` nodes.
-
     Across nodes every rank has its own network card. Rings and trees send from node to node through
     the cards of all ``inside`` ranks; most of an all-to-all passes through the rank's own card.
     So it is at every level: ranks of one unit share what their devices may send out of it, and the
     slowest level that the group spans counts. A ring that nearly fills both NVLink and the cards
     fills neither: the fourth powers of its seconds per byte add up, which is within 16 % of most
-    measured rates of 2 to 32 nodes with 2 to 8 ranks each (:mod:`autoshard.hardware.presets`).
-    """
+    measured rates of 2 to 32 nodes with 2 to 8 ranks each (:mod:`autoshard.hardware.presets`)."""
 
     node: Link
     network: Link

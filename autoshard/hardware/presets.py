@@ -296,9 +296,7 @@ HARDWARE_VARIABLE = "AUTOSHARD_HARDWARE"
 
 def hardware(which: str | os.PathLike[str] | Hardware | None = None) -> Hardware:
     """A preset by name, a file of :meth:`Hardware.save`, or ``which`` itself; else MeshError.
-
-    None: :data:`HARDWARE_VARIABLE`, else the GPU of this machine by its name, else ``"cpu"``.
-    """
+    None: :data:`HARDWARE_VARIABLE`, else the GPU of this machine by its name, else ``"cpu"``."""
     if which is None:
         which = os.environ.get(HARDWARE_VARIABLE) or _hardware_here()
     if isinstance(which, Hardware):

@@ -35,11 +35,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_as(kind: Any, data: Any, path: str = "", readers: Readers = types.MappingProxyType({})) -> Any:
-    """JSON ``data`` as a ``kind``: dataclass, named tuple, tuple, mapping by text, union or scalar.
-
-    ``path``: place in the file, for errors. Missing fields get defaults. Raises
-    :class:`SchemaError`.
-    """
+    """JSON ``data`` as a ``kind``: dataclass, named tuple, tuple, mapping by text, union or scalar;
+    missing fields get defaults. ``path``: place in the file, for a :class:`SchemaError`."""
     if kind in readers:
         return _with_path(readers[kind], data, path)
     origin, of = typing.get_origin(kind), typing.get_args(kind)
@@ -93,7 +90,6 @@ def to_python_numbers(value: Any) -> Any:
 
 
 def _with_path(make: Callable[[Any, str], Any], data: Any, path: str) -> Any:
-    """``make(data, path)``, with the path added to its errors."""
     try:
         return make(data, path)
     except SchemaError:

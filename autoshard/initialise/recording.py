@@ -1,8 +1,6 @@
-"""Recording of a constructor's tensor operations on fake tensors, and replay per parameter.
-
-A tensor is an area of a storage; an operation reads, writes or makes storages. So views, ``.data``
-and tied tensors need no special case.
-"""
+"""Recording of a constructor's tensor operations on fake tensors, and replay per parameter. A
+tensor is an area of a storage, which operations read, write or make: views, ``.data`` and ties
+are no special case."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ Storages = dict[int, torch.UntypedStorage]
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """A tensor as an area of storage number ``storage``. ``stride`` and ``offset`` count elements."""
+    """A tensor as an area of storage number ``storage``; strides and offset in elements."""
 
     storage: int
     dtype: torch.dtype
@@ -164,12 +162,9 @@ class Recording:
         return area.on(storages[area.storage])
 
     def replay(self, storages: Iterable[int]) -> Iterator[tuple[int, Storages]]:
-        """Yield (number, real storages) for each of ``storages``, one at a time.
-
-        Random ops draw in program order from the default generator, which ends as ``fn`` would
-        leave it. A storage is computed at the last random op that it depends on, when the generator
-        states of the earlier ones are known. So usually each op runs once.
-        """
+        """Yield (number, real storages) for each of ``storages``, one at a time. Random ops draw in
+        program order from the default generator, which ends as ``fn`` would leave it. A storage
+        is computed at the last random op it depends on, so usually each op runs once."""
         slices = {storage: self.needed([storage]) for storage in storages}
         due: dict[int, list[int]] = {}
         for storage, ops in slices.items():
@@ -193,11 +188,8 @@ class Recording:
 
 
 def _allocate(nbytes: int) -> torch.UntypedStorage:
-    """Memory that returns to the system when freed (mmap for 1 MiB and more).
-
-    With malloc small tensors fragment the holes of large ones, and the process grows to the size of
-    the unsharded model.
-    """
+    """Memory that returns to the system when freed (mmap for 1 MiB and more): with malloc small
+    tensors fragment the holes of large ones, up to the unsharded model's size."""
     if nbytes < 1 << 20:
         return torch.UntypedStorage(nbytes, device="cpu")
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).untyped_storage()
@@ -305,12 +297,10 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def patches(self) -> Iterator[None]:
-        """Patch three functions of torch while recording.
-
-        ``trunc_normal_`` becomes one call, since it may draw a varying number of times. Conversions
-        such as ``model.half()`` set ``.data``, since torch's swap fails for fake tensors.
-        Parameters of a user's class are refused, because torch would make plain ones.
-        """
+        """Patch three functions of torch while recording: ``trunc_normal_`` becomes one call, as
+        its number of draws varies; conversions such as ``model.half()`` set ``.data``, as
+        torch's swap fails for fake tensors; parameters of a user's class are refused, as torch
+        would make plain ones."""
         original, parameter = nn.init._no_grad_trunc_normal_, nn.Parameter.__new__
 
         def made(kind: Any, data: Any = None, requires_grad: bool = True) -> Any:

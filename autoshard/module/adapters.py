@@ -1,8 +1,6 @@
 """Adapters of PEFT in sharded modules; needs the package peft.
-
 Importing this file prepares PEFT's classes: adapters may be put into a sharded module, before its first call or later.
-:func:`autoshard.compile` imports it if peft is imported. Adapters of other models are as before.
-"""
+:func:`autoshard.compile` imports it if peft is imported. Adapters of other models are as before."""
 
 from __future__ import annotations
 
@@ -21,11 +19,9 @@ from autoshard.module.sharded_module import ShardedModule
 
 
 def _for_sharded(owner: type, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replaces methods of ``owner``, whose base model is sharded or which is a module of a sharded model.
-
-    The function gets the sharded module, the method as it was (with the object and the module that it is to adapt as
-    arguments), the object, and the arguments.
-    """
+    """Replaces methods of ``owner``, whose base model, or which itself, is (in) a sharded module.
+    The function gets that, the method as it was (of the object and the module to adapt), the
+    object, and the arguments."""
 
     def replace(ours: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
@@ -64,7 +60,7 @@ def _method(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..
 
 
 def _base(model: nn.Module) -> tuple[dict[str, Any], str]:
-    """Where this tuner, or model of PEFT, has the model that it adapts: a dict, and the key there."""
+    """Where this tuner, or model of PEFT, has the model that it adapts: a dict, and the key."""
     tuner = model if isinstance(model, BaseTuner) else model._modules.get("base_model")
     return (tuner._modules, "model") if isinstance(tuner, BaseTuner) else (model._modules, "base_model")
 

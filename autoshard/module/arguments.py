@@ -32,9 +32,7 @@ _ARGUMENT_TYPES: dict[str, tuple[tuple[type, ...], str, type[AutoshardError]]] =
 
 def check_arguments(model: Any, args: Any, kwargs: Any, **given: Any) -> None:
     """Raise a subclass of :class:`autoshard.AutoshardError` for an argument of the wrong type.
-
-    ``args``, ``kwargs``: the example's; ``given``: further arguments of ``compile`` by name.
-    """
+    ``args``, ``kwargs``: the example's; ``given``: further arguments of ``compile`` by name."""
     if not isinstance(model, nn.Module):
         raise CaptureError(f"the model is an nn.Module, got {_model_in_words(model)}")
     check_module_classes(model)
@@ -69,7 +67,7 @@ def _model_in_words(x: Any) -> str:
 
 
 def check_parts(model: nn.Module, parts: Any) -> Any:
-    """``parts`` of ``compile``; :class:`CaptureError` for another type, or a pattern that no module has."""
+    """``parts`` of ``compile``; :class:`CaptureError` for other types and unmatched patterns."""
     if parts is None or parts == "auto":
         return parts
     if isinstance(parts, str) or not isinstance(parts, Sequence) or not all(isinstance(p, str) for p in parts):

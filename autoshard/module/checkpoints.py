@@ -41,10 +41,8 @@ def full_optimizer_state(sharded: PipelinedModule, optimizer: torch.optim.Optimi
 def local_optimizer_state(
     sharded: PipelinedModule, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """This rank's part of the full model's optimizer state; tensors stay full. Collective.
-
-    Raises :class:`PlanError` for another number of parameters.
-    """
+    """This rank's part of the full model's optimizer state; tensors stay full. Raises
+    :class:`PlanError` for another number of parameters. Collective."""
     groups = _model_groups(sharded, optimizer)
     sizes = [len(group["params"]) for group in state["param_groups"]]
     if sizes != [len(names) for names in groups]:

@@ -23,7 +23,7 @@ from autoshard.passes.capture.exported.tensor_attributes import MOVED_MARK, with
 
 @collective_method
 def gathered_model(sharded: ShardedModule) -> nn.Module:
-    """A copy of the model as it is now, unsharded: full tensors, modes, hooks and attributes. Collective."""
+    """The model as it is now, unsharded: full tensors, modes, hooks, attributes. Collective."""
     of = sharded._original_model
     if sharded.is_staged:
         raise PlanError("a model in pipeline stages cannot be gathered: no rank holds all of it. Use full_state_dict()")
@@ -62,9 +62,8 @@ def _take_modes(modules: Mapping[str, nn.Module], others: Mapping[str, nn.Module
 @contextlib.contextmanager
 def changed_modules(sharded: ShardedModule) -> Iterator[nn.Module]:
     """Inside, the model, unsharded: modules that are put into it are the sharded module's afterwards. Collective.
-
-    The next call compiles. Before the first one the model is the user's own, as :func:`autoshard.compile` got it.
-    """
+    The next call compiles. Before the first one the model is the user's own, as
+    :func:`autoshard.compile` got it."""
     of = sharded._original_model
     if not of.adopted:
         _take_modes(dict(of.model.named_modules()), of.parts)

@@ -1,8 +1,6 @@
-"""Local inputs: which inputs are shards of the batch, their layouts, and their global shapes.
-
-A process passes the global input or, if it is *local*, its shard. An in-process mesh is one
-process: its shard is the global input.
-"""
+"""Local inputs: which inputs are shards of the batch (in processes that pass their own), their
+layouts, and their global shapes. An in-process mesh is one process: its shard is the global
+input."""
 
 from __future__ import annotations
 
@@ -45,10 +43,8 @@ def check_inputs(inputs: Any) -> None:
 def with_batch_size(
     batch: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example inputs with rows repeated up to ``batch`` (None: unchanged).
-
-    Applies to tensors with as many rows as the first. :class:`HintError` for an invalid number.
-    """
+    """Example inputs with rows repeated up to ``batch`` (None: unchanged) in tensors with as many
+    rows as the first. :class:`HintError` for an invalid number."""
     if batch is None:
         return args, kwargs
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
@@ -68,11 +64,8 @@ def with_batch_size(
 def local_layouts(
     model: nn.Module, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: InputScope, hints: Any
 ) -> InputLayouts:
-    """The layout of each local argument leaf; None if global.
-
-    Dim 0 is sharded over the batch axes unless a hint says otherwise. Raises :class:`HintError` if
-    a pattern matches no input or the batch axes are unknown.
-    """
+    """The layout of each local argument leaf; None if global. Dim 0 is sharded over the batch axes
+    unless a hint says otherwise. :class:`HintError` for unmatched patterns or unknown axes."""
     if inputs == "global":
         return ()
     example, hints = (tuple(args), dict(kwargs)), without_micro_batch_axis(hints, mesh)
@@ -132,10 +125,8 @@ def _batch_axes(name: str, mesh: Mesh) -> list[str]:
 
 
 def batch_part(sharded: Any, number: int | None = None) -> tuple[int, int]:
-    """(number of the part of the batch that a rank loads, number of parts): (0, 1) for global inputs.
-
-    ``number``: of the rank in the module's mesh; default: this rank's.
-    """
+    """(number of the part of the batch that a rank loads, number of parts): (0, 1) for global
+    inputs. ``number``: of the rank in the module's mesh; default: this rank's."""
     if sharded._settings.inputs == "global":
         return 0, 1
     mesh = sharded._program_mesh
@@ -144,7 +135,7 @@ def batch_part(sharded: Any, number: int | None = None) -> tuple[int, int]:
 
 
 def batch_rows(described: Mapping[str, Mapping[str, Any]], inputs: InputScope) -> set[int]:
-    """Rows of the full batch, of which ranks bring parts. ``described``: name of an input → its global shape."""
+    """Rows of the full batch, in parts on ranks. ``described``: input → global shape."""
     return {entry["shape"][0] for name, entry in described.items() if entry["shape"] and _is_local(name, inputs)}
 
 

@@ -20,11 +20,9 @@ GatherShards = Callable[[Tensor, Layout, Sequence[int]], Tensor]
 
 
 class ShardedLogits(GatheredOnUse):
-    """Logits whose last dim (vocabulary) is sharded; generation loops run on the shards.
-
-    argmax, topk and multinomial send candidates, softmax two numbers per row. Any other operation
-    gathers the full tensor, of which this tensor and its source then consist: both see writes.
-    """
+    """Logits whose last dim (vocabulary) is sharded; generation loops run on the shards: argmax,
+    topk and multinomial send candidates, softmax two numbers per row. Other operations gather
+    the full tensor, of which this tensor and its source then consist."""
 
     _own: tuple[Tensor, Layout]
     """local shard or full tensor, and its layout"""

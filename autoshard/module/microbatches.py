@@ -45,11 +45,9 @@ class MicroBatchRun:
     def __call__(
         self, micro: MicroBatches, inputs: Mapping[str, Tensor], names: Sequence[str]
     ) -> tuple[OutputLeaves, dict[str, Tensor]]:
-        """Outputs and mutated states. ``inputs``: global batch; ``names``: of the program.
-
-        The loss carries the gradients; its backward scales and delivers them. Other outputs are
-        detached; the backward of another scalar raises.
-        """
+        """Outputs and mutated states. ``inputs``: global batch; ``names``: of the program. The
+        loss's backward scales and delivers the gradients; other outputs are detached, and other
+        scalars' backward raises."""
         given = {n: x.detach().requires_grad_() if x.requires_grad else x for n, x in inputs.items()}
         given |= whole_batch_values(micro, given, self.tensor)
         sources = [micro.inputs[name] for name in names]
@@ -75,10 +73,8 @@ class MicroBatchRun:
 
 
 def without_checkpoint_hooks() -> AbstractContextManager[Any]:
-    """Inside, hooks of an enclosing activation checkpoint are off; ``save_on_cpu`` hooks stay.
-
-    The checkpoint would recompute the step in the backward of each micro-batch.
-    """
+    """Inside, hooks of an enclosing activation checkpoint, which would recompute the step in each
+    micro-batch's backward, are off; ``save_on_cpu`` hooks stay."""
     hooks = top_saved_tensors_hooks(True)
     return nullcontext() if hooks is None or hooks[0].__module__ != checkpoint.__module__ else without_saved_hooks()
 
@@ -102,9 +98,7 @@ def step_outputs(
     micro: MicroBatches, made: Sequence[OutputLeaves], wanted: Sequence[tuple[Tensor, Tensor]]
 ) -> OutputLeaves:
     """The outputs of the step from those of its micro-batches; the loss delivers the gradients.
-
-    ``wanted``: pairs (tensor that gets a gradient, leaf that has it).
-    """
+    ``wanted``: pairs (tensor that gets a gradient, leaf that has it)."""
     outputs = [
         _combine_micro_batches(parts, how) for parts, how in zip(zip(*made, strict=True), micro.outputs, strict=True)
     ]

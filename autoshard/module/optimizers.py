@@ -1,4 +1,4 @@
-"""Optimizers on sharded parameters: gradient clipping, GradScaler, state loading, stage gradients."""
+"""Optimizers on sharded parameters: clipping, GradScaler, state loading, stage gradients."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def clip_grad_norm_(
 
 
 def _group_of_model(mesh: Any) -> Any:
-    """The process group of a model's ranks; None: all. ``mesh``: of the model, or of one of its tables."""
+    """The process group of a model's ranks; None: all. ``mesh``: the model's, or a table's."""
     mesh = getattr(mesh, "_of", mesh)
     return group_of(mesh.mesh.flatten().tolist(), "axes") if mesh in PART_MESHES else None
 
@@ -106,13 +106,9 @@ def _gradient_values(x: Tensor) -> Tensor:
 
 @functools.cache
 def patch_grad_scaler() -> None:
-    """Make :class:`torch.amp.GradScaler` find the same overflow on every rank.
-
-    DTensor reduces over the axes that shard the *first* gradient. If that one is replicated and
-    another is not, ranks decide alone and diverge in scale and steps. Ranks of other stages or
-    tables may have other gradients, dtypes, or none. So local findings are combined once per
-    optimizer.
-    """
+    """Make :class:`torch.amp.GradScaler` find the same overflow on every rank. DTensor reduces over
+    the axes that shard the *first* gradient, and ranks of other stages or tables may have other
+    gradients: they would decide alone. So local findings are combined once per optimizer."""
     torch.amp.GradScaler._unscale_grads_ = _agree_on_nonfinite(torch.amp.GradScaler._unscale_grads_)  # type: ignore[method-assign]
 
 
@@ -283,7 +279,7 @@ def _whole_tensor(x: Any) -> Any:
 
 
 def is_of_stage(p: Tensor) -> bool:
-    """Whether ``p`` is a trained parameter of a pipeline stage. Its mesh may equal that of a module on these ranks alone."""
+    """Whether ``p`` is a trained parameter of a pipeline stage; its mesh does not tell."""
     return mark_stage_gradient in (p._post_accumulate_grad_hooks or {}).values()
 
 
@@ -294,10 +290,8 @@ def mark_stage_gradient(p: Tensor) -> None:
 
 
 class StageGradient(ModuleDTensor):
-    """A gradient whose norm must not be combined, as ``torch.nn.utils.clip_grad_norm_`` does.
-
-    Nor may its elements be concatenated, as LBFGS does.
-    """
+    """A gradient whose norm must not be combined (``clip_grad_norm_``), nor its elements
+    concatenated (LBFGS)."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -25,11 +25,9 @@ TensorsOfRank = Callable[[Executable, int], Mapping[str, Tensor]]
 
 
 def save_rank_modules(executable: Executable, held: TensorsOfRank, directory: Path, alone: bool) -> None:
-    """Write ``rank_module.py``, JSON files, and one safetensors file per rank of this process.
-
-    ``alone``: all ranks are in this process. Raises :class:`PlanError` for a step that needs more
-    than rank modules, and for stages with symbolic lengths.
-    """
+    """Write ``rank_module.py``, JSON files, and one safetensors file per rank of this process
+    (``alone``: all). Raises :class:`PlanError` for a step that needs more than rank modules, and
+    for stages with symbolic lengths."""
     micro = executable.compiled.micro_batches
     if micro is not None and micro.before is not None:
         made = ", ".join(i.name for i in micro.before.inputs)
@@ -66,7 +64,6 @@ def save_rank_modules(executable: Executable, held: TensorsOfRank, directory: Pa
 
 
 def _write_shards(executable: Executable, held: TensorsOfRank, directory: Path, alone: bool) -> None:
-    """Write the tensors of each rank: of all its stages."""
     trained = [i.fqn for i in executable.graph.of_kind("parameter") if executable.graph.types[i.name].grad]
     metadata = {"trained": json.dumps(trained), "mutated": json.dumps(list(executable.compiled.source.mutated))}
     parts, stages = executable.parts or (executable,), stage_ranks(executable)
@@ -98,7 +95,7 @@ def _axes_by_dim(layout: Layout, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _step_entry(executable: Executable) -> dict[str, Any]:
-    """Entries of :class:`~autoshard.runtime.programs.launch.SavedStep`: micro-batches and stages."""
+    """Entries of :class:`~autoshard.runtime.programs.launch.SavedStep`."""
     compiled, stages = executable.compiled, stage_ranks(executable)
     pipeline, micro = compiled.pipeline, compiled.micro_batches
     received = [()] if pipeline is None else [stage.received for stage in pipeline.each]

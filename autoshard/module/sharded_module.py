@@ -53,10 +53,8 @@ from autoshard.serving import is_serving_asked
 
 def submodule_alone(sharded: CompilingModule, part: nn.Module, base: type[CompilingModule]) -> Any:
     """``part`` of ``sharded`` as an instance of ``base`` that compiles it, on the same tensors.
-
     The tensors keep their layouts. If ``sharded`` is not compiled yet (:func:`can_compile_first`), the
-    call of ``part`` decides them. Hints and styles by name are those of the model.
-    """
+    call of ``part`` decides them. Hints and styles by name are those of the model."""
     path = next(path for path, other in sharded._original_model.parts.items() if other is part)
     inner = sharded._inner_modules
     if path not in inner:

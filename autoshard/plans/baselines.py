@@ -1,4 +1,4 @@
-"""Named strategies beside a plan (``plan.compared``): each planned by a quick search when asked for."""
+"""Named strategies beside a plan (``plan.compared``), planned quickly when asked for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Search = Callable[[Graph, Mesh, CompileOptions, KnownLayouts], Compiled]
 def baselines_of(
     search: Search, graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLayouts = NOTHING_KNOWN
 ) -> LazySequence[ComparedRow]:
-    """:attr:`Plan.baselines` of a plan with these options; planned by ``search`` when they are read."""
+    """:attr:`Plan.baselines` of a plan with these options; ``search`` plans them when read."""
     return LazySequence(lambda: tuple(_planned_baselines(search, graph, mesh, opts, known)))
 
 
@@ -60,7 +60,7 @@ def _planned_baselines(
 
 
 def least_state_bytes(graph: Graph, mesh: Mesh, strategy: NamedStrategy, optimizer: str) -> float:
-    """Lower bound (bytes per rank) of parameters, gradients and optimizer state under ``strategy``."""
+    """Lower bound (bytes per rank) of weights, gradients and states under ``strategy``."""
     total = 0.0
     for name in graph.parameters:
         kept, limit = graph.types[name], strategy.limits.get(name)

@@ -109,7 +109,6 @@ def describe_program(program: Program, title: str = "", optimizer: str = "adamw"
 
 
 def _plan_choices(program: Program, searched: Objective, optimizer: str) -> dict[str, Choice]:
-    """Choice per operation."""
     graph, assignment = program.graph, program.assignment
     public, others = graph.fqns, alternatives(assignment, optimizer=optimizer)
     shown = cache(lambda placed: show_layout(Layout(program.mesh, placed)))
@@ -229,7 +228,6 @@ def _time_shares(parts: Sequence[Collective], mesh: Mesh, bucket: str = "") -> l
 
 
 def _coalesced_collectives(parts: Sequence[Collective], program: Program) -> Iterator[Collective]:
-    """Coalesced collectives: one per phase."""
     for phase in ("forward", "backward"):
         if same := _time_shares([c for c in parts if c.phase == phase], program.mesh):
             reason = REASON_SEPARATOR.join(c.reason for c in same)

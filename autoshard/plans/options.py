@@ -87,10 +87,8 @@ class CompileOptions:
         return replace(found, **left)
 
     def words(self) -> Iterator[str]:
-        """Options other than the defaults, as the command line takes them: ``--like=fsdp``.
-
-        A comment ``# without …`` names an option that the command line cannot express.
-        """
+        """Options other than the defaults, as the command line takes them: ``--like=fsdp``; ``#
+        without …`` names an option that it cannot express."""
         if self.plan is not None:
             yield from self.plan.asked
             return
@@ -123,7 +121,6 @@ class CompileOptions:
         return self.plan.micro_batches if self.plan.staged is None else self.plan.staged.micro_batches
 
     def budget(self, hardware: Hardware) -> float:
-        """Memory budget of a rank in bytes."""
         return DEFAULT_BUDGET_SHARE * hardware.memory_bytes if self.memory_budget is None else self.memory_budget
 
     @property

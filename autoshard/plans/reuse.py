@@ -1,4 +1,4 @@
-"""Plan reuse: the choices of a saved plan for a graph, and the plan of one stage for an equal stage."""
+"""Plan reuse: a saved plan's choices for a graph; a stage's plan for an equal stage."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ def assignment_of(
 ) -> Assignment:
     """The choices of ``plan`` for ``graph``; ``given``: layouts of inputs that arrive sharded. The
     plan's bound is kept if costs are the same: sizes, hardware, ``optimizer``.
-
-    Raises :class:`PlanError` if the plan was made for another model, mesh or mode, or for stages.
-    """
+    Raises :class:`PlanError` if the plan was made for another model, mesh or mode, or for
+    stages."""
     check_mesh(plan, mesh)
     if plan.staged is not None:
         raise PlanError(f"the plan was made for stages: compile with stages={plan.staged.axis!r}")
@@ -68,10 +67,8 @@ def _plan_layouts(
     plan: Plan, graph: Graph, mesh: Mesh, choices: Mapping[str, tuple[Strategy, ...]]
 ) -> tuple[dict[str, Layout], dict[str, Layout], tuple[Layout | None, ...]]:
     """Layouts of definitions, shared reads and outputs, for gradients other than the plan's.
-
-    Without a gradient, I and R are the same: R. A value with a gradient only here, such as a
-    formerly frozen parameter, is I if its operation makes I and no reader needs R.
-    """
+    Without a gradient I and R are R. A value with a gradient only here (formerly frozen) is I if
+    its operation makes I and no reader needs R."""
     public, had, whole = graph.fqns, set(plan.differentiable), (I,) * mesh.ndim
 
     def fitted(name: str, layout: Layout, meant: Placements) -> Layout:
@@ -146,10 +143,8 @@ def check_whole_plan(plan: Plan, opts: CompileOptions, mesh: Mesh) -> None:
 
 
 def check_plan_options(plan: Plan, opts: CompileOptions, known: KnownLayouts, graph: Graph, mesh: Mesh) -> None:
-    """Raise :class:`PlanError` if mixed precision, named strategy, mesh or hints differ.
-
-    Hints on parameters that an earlier program laid out are ignored.
-    """
+    """Raise :class:`PlanError` if mixed precision, named strategy, mesh or hints differ, but for
+    hints on parameters that an earlier program laid out."""
     check_whole_plan(plan, opts, mesh)
     public = graph.fqns
     for value, hint in resolve_hints(opts.hints, graph, mesh, known=known.later).items():
@@ -191,10 +186,8 @@ RenamedEntry = TypeVar("RenamedEntry")
 
 
 def graph_renaming(a: Graph, b: Graph) -> dict[str, str] | None:
-    """Public names of values and operations of ``a`` → those of ``b``; None if the graphs differ.
-
-    Graphs with constants or buffer writes never match.
-    """
+    """Public names of values and operations of ``a`` → those of ``b``; None if the graphs differ,
+    have constants or write buffers."""
     if a.constants or b.constants or a.mutations or b.mutations:
         return None
     if (len(a.nodes), len(a.inputs), len(a.outputs)) != (len(b.nodes), len(b.inputs), len(b.outputs)):

@@ -170,9 +170,7 @@ def split_into_stages(
     graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLayouts, micro: MicroBatches | None
 ) -> Stages:
     """The ``graph`` of one micro-batch, split into axis size × stages per rank pipeline stages.
-
-    Raises :class:`PlanError` if that is impossible.
-    """
+    Raises :class:`PlanError` if that is impossible."""
     check_stages(mesh, opts)
     assert opts.stages is not None
     loss = micro.loss if micro is not None else None
@@ -248,12 +246,9 @@ def _step_seconds(planned: PlannedPipeline) -> float:
 
 
 class StagePlanner:
-    """Plans of the stages of one graph.
-
-    A stage takes a value in the layout in which the previous stage gives it, so nothing is gathered
-    to be sharded again. A parameter of several stages has the layout of the first, or of the last
-    if the step is then shorter.
-    """
+    """Plans of the stages of one graph. A stage takes a value in the layout in which the previous
+    one gives it. A parameter of several stages has the layout of the first, or of the last if
+    the step is then shorter."""
 
     def __init__(self, stages: Stages, mesh: Mesh, opts: CompileOptions, known: KnownLayouts) -> None:
         assert opts.stages is not None
@@ -285,11 +280,8 @@ class StagePlanner:
         return found.cheapest()
 
     def _stage_budgets(self, budget: float) -> list[float]:
-        """Bytes that each stage's plan may need, if a rank has several stages.
-
-        States are shared equally, the rest in proportion to micro-batches in flight. Only the running
-        stage needs the working memory of its operations.
-        """
+        """Bytes that each stage's plan may need, if a rank has several: equal shares of states, the
+        rest by micro-batches in flight. Only the running stage needs working memory."""
         ranks, whole = len(self.stages) // self.chunks, self.stages.whole
         pieces = SegmentedGraph(whole, self.own_mesh, self.mesh.link(self.axis), self.opts.optimizer)
         state = sum(pieces.states.values()) / len(self.stages)
@@ -322,7 +314,7 @@ class StagePlanner:
         return found.cheapest()
 
     def _last_stage_layouts(self, done: Sequence[PlannedStage]) -> dict[str, Layout]:
-        """Shared parameters for which the last stage alone prefers another layout than the first."""
+        """Shared parameters for which the last stage alone prefers another layout."""
         found: dict[str, Layout] = {}
         fixed = set(self.known.parameters or ())
         for one in reversed(done):
@@ -336,7 +328,7 @@ class StagePlanner:
         return found
 
     def _block(self, stage: Stage) -> tuple[int, int]:
-        """(stage of its rank, group of neighbouring ranks): equal stages of one block are planned alike."""
+        """(stage of its rank, group of neighbours): a block's equal stages are planned alike."""
         ranks = len(self.stages) // self.chunks
         return stage.number // ranks, stage.number % ranks * OUTER_LIMITS.most_stage_plans // len(self.stages)
 
@@ -410,12 +402,10 @@ def _reused_plan(
     near: Collection[int],
     limit: float | None,
 ) -> Plan | None:
-    """The plan of an earlier stage that is equal except for names, if it is the best here, too, or its number is ``near``.
-
-    The best needs the same memory ``limit`` and as many micro-batches in flight, or fewer where memory
-    did not influence the plan. A near one has as many or more in flight, in proportion
-    to which limits are, and no bound here.
-    """
+    """The plan of an earlier stage, equal except for names, if it is the best here, too: of the
+    same memory ``limit`` and as many micro-batches in flight, or fewer where memory did not
+    matter. Or if its number is ``near``: as many or more in flight, in proportion to the limits,
+    and no bound here."""
     if any(fqn in (known.parameters or {}) for fqn in stage.held):
         return None
     held = settings.micro_batches_held

@@ -21,11 +21,9 @@ MOST_LISTED = 12
 
 def explain(plan: Record, name: str) -> str:
     """Layout or strategy of ``name``, the reason, alternatives and collectives, as text.
-
     ``name``: a parameter, buffer or input; an operation or value of the graph; or an fnmatch
     pattern of modules, else of parameters. Raises :class:`PlanError` with the nearest names for
-    anything else.
-    """
+    anything else."""
     if not isinstance(name, str):
         raise PlanError(f"explain takes a name or a pattern of modules, got {name!r}")
     if (first := plan.ties.get(name)) is not None:
@@ -163,7 +161,6 @@ def _module_lines(plan: Record, module: str) -> Iterator[str]:
 
 
 def _is_moved_by(c: Collective, names: Iterable[str]) -> bool:
-    """Whether ``c`` moves one of these values."""
     return not {c.value, *c.also}.isdisjoint(names)
 
 

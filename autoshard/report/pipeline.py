@@ -1,9 +1,7 @@
 """Step of a pipeline from the plans of its stages: time per micro-batch, timeline, cost and memory.
-
-A stage's plan covers all micro-batches of a step. Work done once per step is separated: optimizer,
-all-reduces of accumulated gradients, ZeRO's gathers and reductions. The rest is divided by the
-number of micro-batches. Collectives are those of the program, coalesced (without ``merged_s``).
-"""
+A stage's plan is of all micro-batches: what is done once per step (optimizer, all-reduces of
+accumulated gradients, ZeRO's) is separated, the rest divided. Collectives are coalesced (without
+``merged_s``)."""
 
 from __future__ import annotations
 
@@ -45,10 +43,8 @@ class StageTimes:
 
 
 def stage_times(plan: Record, sent: MessageSeconds = (0.0, 0.0, 0.0, 0.0)) -> StageTimes:
-    """Times of the stage of ``plan``; ``sent``: seconds of its messages, then of their host work.
-
-    Micro-batches after the first accumulate their gradients.
-    """
+    """Times of the stage of ``plan``; later micro-batches accumulate gradients. ``sent``: seconds
+    of its messages, then of their host work."""
     cost, mesh, count = plan.cost, plan.mesh, plan.micro_batches
     once = [c for c in plan.collectives if _is_once_per_step(c, plan)]
     each = [
@@ -101,7 +97,7 @@ def _is_once_per_step(c: Collective, plan: Record) -> bool:
 
 
 def _collective_seconds(collectives: Iterable[Collective]) -> float:
-    """Seconds that the operations beside them (rings of attention, collective matmuls) do not hide."""
+    """Seconds that operations beside them (rings, collective matmuls) do not hide."""
     return math.fsum(c.seconds - c.hidden_s for c in collectives)
 
 
@@ -224,7 +220,6 @@ def stage_rows(plan: Record) -> tuple[StageRow, ...]:
 
 
 def _stages_by_rank(staged: Staged, ranks: int) -> Iterator[range]:
-    """Stage numbers per rank."""
     return (range(rank, len(staged.plans), ranks) for rank in range(ranks))
 
 

@@ -1,4 +1,4 @@
-"""The record of a plan: layouts, collectives, costs, memory and serving figures; to and from JSON."""
+"""The record of a plan: layouts, collectives, costs, memory, serving; to and from JSON."""
 
 from __future__ import annotations
 
@@ -410,11 +410,10 @@ class Record:
     @property
     def compared(self) -> tuple[ComparedRow, ...]:
         """This plan, then named strategies and runners-up, fastest first, then those without a plan.
-
-        Each row: (name, seconds or None, peak bytes per rank, why not). Named strategies are planned
-        when this is first read, by a quick search each; all together take about as long as
-        capture and plan. Until then ``print(plan)`` lists the runners-up of a search over meshes.
-        """
+        Each row: (name, seconds or None, peak bytes per rank, why not). Named strategies are
+        planned when this is first read, by a quick search each; all together take about as long as
+        capture and plan. Until then ``print(plan)`` lists the runners-up of a search over
+        meshes."""
         self.baselines[:0]
         return self.known_compared
 
@@ -433,10 +432,8 @@ class Record:
 
     def to_json(self, alternatives: bool = True) -> str:
         """The plan as JSON text, for :meth:`from_json`.
-
         ``alternatives``: include runner-up strategies; computing them takes as long as the search.
-        Named strategies are written if :attr:`compared` was read.
-        """
+        Named strategies are written if :attr:`compared` was read."""
         return json.dumps(self if alternatives else _without_alternatives(self), default=_encoded, indent=1)
 
     @classmethod

@@ -1,13 +1,11 @@
 """Predicted timeline of a step: a list schedule with a compute stream and two streams per link.
-
 Operations run in program order, forward then backward. Collectives that the next operation needs
 block the compute stream. Parameter buckets are prefetched (``prefetch``) and awaited where they are
 read. Gradient buckets are reduced once complete, small ones with the next; only the optimizer, and
 the limit :data:`MAX_REDUCE_SCATTERS`, wait for them. Such overlapped collectives run one after another on
 their own communicators: one that shares a link with a blocking collective halves the speed of both.
 Meanwhile compute is slower (:attr:`~autoshard.mesh.Mesh.overlap`); without overlap all collectives
-block. Of ring attention and collective matmul only the exposed time is shown.
-"""
+block. Of ring attention and collective matmul only the exposed time is shown."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def work_seconds(plan: Record) -> float:
 
 
 def what_if(plan: Record) -> Iterator[tuple[str, str]]:
-    """(question, command line) of nearby plans; MODEL stands for a model that the command line has no name for."""
+    """(question, command line) of nearby plans; MODEL: one the command line cannot name."""
     mesh, hardware, rows = plan.mesh.sizes, plan.mesh.hardware, _samples(plan)
     (*name,) = (word for word in plan.asked if word[0] not in "-#")
     comments = dict.fromkeys(word for word in plan.asked if word.startswith("#"))

@@ -38,9 +38,7 @@ SHORT_PARAMETERS, SHORT_ROWS = 8, 5
 
 def plan_text(plan: Record, width: int | None = None, level: str = "full") -> str:
     """``plan`` as plain text tables. ``width``: columns; default: the terminal's, else 120.
-
-    ``level``: "short", which fits on one screen, or "full". Raises :class:`PlanError` for another.
-    """
+    ``level``: "short" (one screen) or "full"; :class:`PlanError` for another."""
     if level not in ("short", "full"):
         raise PlanError(f'a report is "short" or "full", not {level!r}')
     if width is None:
@@ -131,7 +129,6 @@ def shown_labels(labels: Sequence[str]) -> list[str]:
 
 
 def layer_glob(fqn: str) -> str:
-    """``fqn`` with layer numbers as ``*``."""
     return ".".join("*" if is_number(part) else part for part in fqn.split("."))
 
 

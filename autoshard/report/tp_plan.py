@@ -27,11 +27,9 @@ class TpPlan(dict[str, str]):
 
 
 def tp_plan(plan: Record, axis: str | None = None) -> TpPlan:
-    """``plan`` along one mesh axis. ``axis``: default the only one, or ``tp``.
-
-    Modules that differ in their number only and are sharded alike are one pattern with ``*``.
-    Raises :class:`PlanError` if the axis is ambiguous.
-    """
+    """``plan`` along one mesh axis (``axis``, default: the only one, or ``tp``, else
+    :class:`PlanError`). Modules that differ in their number only and are sharded alike are one
+    pattern with ``*``."""
     axis = _axis(plan, axis)
     found, covered = dict[str, str](), set[str]()
     for choice in plan.choices.values():

@@ -1,5 +1,4 @@
 """What generated rank modules call: differentiable collectives on local tensors, and transports.
-
 Imports torch and nothing of the compiler."""
 
 from torch import reshape

@@ -44,10 +44,8 @@ class ServedCall:
 
 
 def check_asked(objective: str, profile: Profile, training: bool, others: Mapping[str, Any]) -> None:
-    """Raise :class:`PlanError` for an invalid objective or profile, or options not for serving.
-
-    ``others``: other options by name, which must be false.
-    """
+    """Raise :class:`PlanError` for an invalid objective or profile, or options (``others``, by
+    name) not for serving."""
     if objective not in OBJECTIVES:
         raise PlanError(f"objective={objective!r} is not known. Known: {', '.join(map(repr, OBJECTIVES))}")
     if objective == "step" and profile is None:
@@ -86,11 +84,9 @@ def capture_calls(
     profile: Profile,
     capture: CaptureFunction,
 ) -> tuple[ServedCall, ...]:
-    """Captured calls of a profile, without those that never come. Latency: of one request.
-
-    Decode is captured with the KV cache at its longest: prompt and all tokens but one. Raises
-    :class:`CaptureError` if its arguments are unknown.
-    """
+    """Captured calls of a profile, without those that never come; latency: of one request. Decode
+    has the KV cache at its longest: all tokens but one. Raises :class:`CaptureError` for unknown
+    arguments."""
     skeleton, given = meta_copy(model), _bound_arguments(model, args, kwargs)
     if "use_cache" in inspect.signature(model.forward).parameters:
         given["use_cache"] = True
@@ -153,7 +149,6 @@ def _bound_arguments(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _first_request(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the first request."""
     leaves, spec = flatten_registered(given)
     requests, _ = _requests_and_tokens(given)
     one = [x[:1] if isinstance(x, Tensor) and x.ndim and x.shape[0] == requests else x for x in leaves]
@@ -202,7 +197,7 @@ def _decode_call(skeleton: nn.Module, prompt: dict[str, Any], times: float, capt
 
 
 def _carried_states(given: Any, own: Mapping[str, Any], decode: Graph) -> tuple[tuple[str, int], ...]:
-    """See :attr:`ServedCall.carried`. ``given``: outputs of prefill; ``own``: arguments of decode."""
+    """See :attr:`ServedCall.carried`; ``given``: prefill's outputs, ``own``: decode's arguments."""
     places = {id(x): i for i, x in enumerate(flatten_registered(given)[0]) if isinstance(x, Tensor)}
     fields, taken = _output_fields(given), list[int | None]()
     for name, value in own.items():

@@ -1,5 +1,4 @@
 """Serving: one layout of the weights for all calls of a profile, found by one joint search.
-
 :class:`JointSearch` puts the cost networks of several graphs side by side, such as a prompt
 (prefill) and a token after it (decode). Seconds of each are multiplied by how often it runs.
 Edges that allow equal layouts alone tie variables: a parameter in all graphs, a KV cache where it
@@ -279,11 +278,8 @@ def profile_calls(
 def search_jointly(
     calls: Sequence[ServedCall], mesh: Mesh, opts: CompileOptions, known: KnownLayouts = NOTHING_KNOWN
 ) -> JointPlan:
-    """The cheapest joint choice for all calls with one layout of the weights.
-
-    Memory is searched for the most frequent call; if others do not fit, for the next. Raises
-    :class:`PlanError`.
-    """
+    """The cheapest joint choice for all calls with one layout of the weights. Memory is searched
+    for the most frequent call; if others do not fit, for the next. Raises :class:`PlanError`."""
     found = Candidates[JointPlan](lambda one: one.lower_bound)
     for main in sorted(calls, key=lambda c: -c.times):
         order = (main, *(c for c in calls if c is not main))

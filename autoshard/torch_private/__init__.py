@@ -1,9 +1,7 @@
 """Private names of torch: nowhere else does the library name one, except where it replaces one.
-
 There is a file per subject, and each names its private paths once. Names lose their underscore here. A file imports them inside
 :data:`by_name`: a name that this torch lacks is then refused by its name. Names that only some supported versions have
-stand in :data:`SINCE`, and their files choose.
-"""
+stand in :data:`SINCE`, and their files choose."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ _MISSING = re.compile(r"(?:cannot import name|has no attribute) '(\w+)'")
 
 
 class _ByName:
-    """Turns a failed import of a private name into an error that says which, and of what versions it is."""
+    """Turns a failed import of a private name into an error that says which."""
 
     def __enter__(self) -> None:
         pass

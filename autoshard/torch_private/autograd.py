@@ -1,4 +1,4 @@
-"""Autograd's engine, saved tensors, and the transforms of ``torch.func``. Light: generated code imports it."""
+"""Autograd's engine, saved tensors, ``torch.func``. Light: generated code imports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tracing and export are made of: decompositions, transforms, TorchDynamo, TorchScript, and modes that a trace changes."""
+"""What tracing and export are made of: decompositions, transforms, dynamo, script, modes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def autograd_modes() -> tuple[bool, bool]:
 
 @contextlib.contextmanager
 def trace_leftovers_removed() -> Iterator[None]:
-    """Undo on exit what a failed trace leaves: open torch.func transforms, and hooks on buffers (torch < 2.13)."""
+    """Undo on exit what a failed trace leaves: transforms, buffer hooks (torch < 2.13)."""
     depth, nesting = torch._C._functorch.get_dynamic_layer_stack_depth(), eager_transforms.JVP_NESTING
     level = forward_ad._current_level
     hooks = set(buffer_hooks)
@@ -95,7 +95,7 @@ def trace_leftovers_removed() -> Iterator[None]:
 
 
 def parametrization_cache() -> dict[tuple[int, str], torch.Tensor | None] | None:
-    """What ``torch.nn.utils.parametrize.cached()`` keeps, the same object within one; None outside of it."""
+    """What ``parametrize.cached()`` of torch keeps, one object within; None outside."""
     return parametrize._cache if parametrize._cache_enabled else None
 
 

@@ -1,4 +1,4 @@
-"""Torch's dispatcher: keys, kernels, modes; and who holds a tensor. Light: generated code imports it."""
+"""Torch's dispatcher: keys, kernels, modes, users. Light: generated code imports it."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ _AUTOGRAD = (
 @contextlib.contextmanager
 def above_autograd() -> Iterator[None]:
     """Inside an op's kernel, restore autograd dispatch: a forward may enable and take gradients.
-
-    Disables the Python dispatcher of a trace, too: it keeps ops like cross_entropy without
+    Disables a trace's Python dispatcher, too, which keeps ops like cross_entropy without
     derivative."""
     excluded = excluded_keys()
     for key in _AUTOGRAD:

@@ -16,7 +16,7 @@ def default_store() -> Any:
 
 
 def strided_shard(dim: int, split_factor: int, parts: tuple[int, ...] = ()) -> Any:
-    """The placement of a dim of which each rank holds several chunks: torch's, if they are equal."""
+    """The placement of a dim of which each rank holds several chunks: torch's, if equal."""
     kind = _segment_shard()
     return kind(dim, split_factor, parts) if split_factor < 0 else kind.__base__(dim, split_factor=split_factor)
 

@@ -34,15 +34,13 @@ _RULES = [
 
 
 def has_rule(op: Any) -> bool:
-    """Whether DTensor has a rule of ``op`` itself. Else torch >= 2.12 may infer one from a decomposition."""
+    """Whether DTensor has a rule of ``op`` itself, not from a decomposition (torch >= 2.12)."""
     return any(op in known for known in _RULES)
 
 
 def dispatch_subclass(kind: type[DTensor]) -> None:
-    """Have optimizers take lists of ``kind``, a subclass of DTensor, as they take DTensors.
-
-    Torch 2.11 dispatches subclasses as DTensors: there handlers lead to their own dispatch.
-    """
+    """Have optimizers take lists of ``kind``, a subclass of DTensor, as they take DTensors. Torch
+    2.11 dispatches subclasses as DTensors: there handlers lead to their own dispatch."""
     optimizer_foreach_types.append(kind)
     foreach_types.append(kind)
     if torch.__version__ < "2.12":

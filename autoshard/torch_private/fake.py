@@ -56,7 +56,7 @@ class _Window(io.RawIOBase):
 
 
 def saved_tensor_place(file: io.FileIO, offset: int, length: int) -> tuple[int, tuple[int, ...]]:
-    """First byte and strides (elements) of the tensor that torch.save wrote into a part of a file, which is not read."""
+    """First byte and strides (elements) of a torch.save'd tensor in a file, unread."""
     found = torch.load(_Window(file, offset, length), map_location="meta", weights_only=True)  # type: ignore[arg-type]
     begin = found.untyped_storage()._checkpoint_offset + found.storage_offset() * found.element_size()
     return offset + begin, found.stride()

@@ -1,4 +1,4 @@
-"""Ops as objects, and functions of torch that start with an underscore. Light: generated code imports it."""
+"""Ops as objects, and torch's functions with an underscore. Light: generated code imports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch's sympy functions, and their printer. They bring sympy, which generated code does without."""
+"""Torch's sympy functions and printer. They bring sympy, which generated code lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers of full matrices, dealt to ranks: one rank gathers a matrix, updates it, and scatters it back."""
+"""Optimizers of full matrices, dealt to ranks: gather a matrix, update it, scatter it."""
 
 from __future__ import annotations
 
@@ -113,7 +113,6 @@ class _Deal:
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of the optimizer."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         known = {id(p) for p in self.state.parameters.values()} - {id(p) for p in self.parameters.values()}

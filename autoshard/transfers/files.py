@@ -1,8 +1,6 @@
-"""Folders of weights as meshes of files: which file holds which box, and byte ranges of boxes.
-
-A folder of safetensors files, or of torch.distributed.checkpoint, is a source of a transfer; its files
-take the place of ranks. :class:`FileTensor` reads and writes boxes like a tensor that is indexed.
-"""
+"""Folders of weights (safetensors, torch.distributed.checkpoint) as meshes of files: which file
+holds which box, and byte ranges of boxes. :class:`FileTensor` reads and writes boxes like a
+tensor that is indexed."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ DTYPES |= {"BOOL": torch.bool, "C64": torch.complex64} | _FLOAT8
 
 
 class Chunk(NamedTuple):
-    """Where a chunk lies: first byte, and for torch.distributed.checkpoint the length of its archive."""
+    """Where a chunk lies: first byte, and length of its archive (torch.distributed.checkpoint)."""
 
     path: Path
     offset: int
@@ -117,7 +115,7 @@ class FileBox(NamedTuple):
             raise PlanError(f"{chunk.path} cannot be written ({error}): give a folder with room for it") from error
 
     def _chunk(self) -> tuple[Chunk, list[int], list[int]]:
-        """The chunk that holds the box, where the box begins in the chunk, and the chunk's sizes."""
+        """The chunk that holds the box, where the box begins in it, and its sizes."""
         number, starts, sizes = 0, [], []
         for slice_, borders in zip(self.at, self.tensor.grid.borders, strict=True):
             n = next(i for i, (_, end) in enumerate(itertools.pairwise(borders)) if slice_.start < end)
@@ -130,7 +128,7 @@ class FileBox(NamedTuple):
 def _runs(
     values: torch.Tensor, starts: Sequence[int], offset: int, strides: Sequence[int]
 ) -> Iterator[tuple[int, memoryview]]:
-    """(first byte in the file, bytes of ``values``) of each contiguous part of a box, which begins at ``starts``."""
+    """(first byte in the file, bytes) of each contiguous part of a box beginning at ``starts``."""
     octets: Any = values.reshape(-1).view(torch.uint8).numpy()
     flat = memoryview(octets)
     inner, run = len(starts), 1
@@ -179,11 +177,9 @@ class Folder:
 
 
 def open_folder(path: str | os.PathLike[str], wanted: Collection[str]) -> Folder:
-    """The tensors in a folder, or in one safetensors file; reads headers only.
-
-    ``wanted``: weights of the target; checkpoints may hold them under a prefix, such as ``model.``.
-    Raises :class:`PlanError` for files that are missing, cut short or garbled.
-    """
+    """The tensors in a folder, or in one safetensors file; reads headers only. ``wanted``: weights
+    of the target, perhaps under a prefix (``model.``). :class:`PlanError` for files missing, cut
+    short or garbled."""
     folder = Path(path)
     return _checkpoint(folder, wanted) if (folder / ".metadata").is_file() else _safetensors(folder)
 
@@ -224,7 +220,6 @@ def _indexed_files(folder: Path) -> dict[str, Path] | None:
 
 
 def _header(path: Path, number: int) -> dict[str, FileTensor]:
-    """Entries of one safetensors file."""
     with as_plan_error(path, "download or save it again"):
         with safe_open(path, "pt"):  # checks offsets and lengths
             pass
@@ -290,7 +285,7 @@ def _gridded(
 def _by_parameter(
     folder: Path, found: Mapping[str, FileTensor], objects: Mapping[str, Chunk], wanted: Collection[str]
 ) -> Folder:
-    """Keys such as ``model.NAME``, ``optimizer.state.NAME.exp_avg`` and ``optimizer.param_groups.0.lr``, by their parts."""
+    """Keys (``model.NAME``, ``optimizer.state.NAME.exp_avg``, ``….param_groups.0.lr``) by parts."""
     some = sorted(wanted)[:8]
     prefixes = sorted({k.removesuffix(n) for n in some for k in found if k == n or k.endswith(f".{n}")})
     count = {prefix: sum(prefix + n in found for n in wanted) for prefix in prefixes}

@@ -1,9 +1,7 @@
 """Who sends: the assignment of demanded bytes to the ranks that hold them, balanced and near.
-
 The least load of the fullest sender follows from maximum flows; a minimum-cost flow within a margin
 of it prefers senders on the receiver's node. Ranks that hold the same, as far from every receiver,
-are one node of the network, so that its size does not grow with the number of ranks.
-"""
+are one node of the network, so that its size does not grow with the number of ranks."""
 
 from __future__ import annotations
 
@@ -48,10 +46,8 @@ class _Senders(NamedTuple):
 def choose_senders(
     demands: Mapping[Demand, int], node_of: Callable[[int], int], unit: int
 ) -> tuple[dict[Demand, Shares], int]:
-    """Senders and bytes of each demand, and the least bytes of the most-loaded sender.
-
-    ``demands``: bytes, multiples of ``unit``. Deterministic in their order.
-    """
+    """Senders and bytes of each demand, and the least bytes of the most-loaded sender. ``demands``:
+    bytes, multiples of ``unit``. Deterministic in their order."""
     load: dict[int, int] = defaultdict(int)
     wanted: dict[tuple[int, ...], int] = defaultdict(int)
     found: dict[Demand, Shares] = {}
@@ -100,10 +96,8 @@ FlowToNodes = dict[tuple[tuple[int, ...], int | None], dict[int, int]]
 
 
 def _least_load(wanted: Mapping[tuple[int, ...], int], senders: Sequence[_Senders], least: int) -> tuple[int, Flow]:
-    """The least units of the most-loaded sender, and a flow that reaches it.
-
-    Newton's method: the ranks on the wrong side of a minimum cut must send all that only they hold.
-    """
+    """The least units of the most-loaded sender, and a flow that reaches it, by Newton's method:
+    the ranks on the wrong side of a minimum cut must send all that only they hold."""
     total = sum(wanted.values())
     everyone = sum(len(s.ranks) for s in senders)
     limit = max(least, -(-(total + sum(len(s.ranks) * s.load for s in senders)) // everyone))
@@ -138,7 +132,7 @@ def _reached(residual: nx.DiGraph) -> set[object]:
 def _near_flow(
     demands: Mapping[Demand, int], senders: Sequence[_Senders], limit: int, node_of: Callable[[int], int]
 ) -> FlowToNodes | None:
-    """(holders, node of needers) → senders → units, with the fewest units from other nodes; None: too many."""
+    """(holders, node of needers) → senders → units, least from other nodes; None: too many."""
     wanted: dict[tuple[tuple[int, ...], int], int] = defaultdict(int)
     for demand, units in demands.items():
         wanted[demand.holders, node_of(demand.needer)] += units

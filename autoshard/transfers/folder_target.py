@@ -1,4 +1,4 @@
-"""A folder of safetensors files as the target of a transfer: each file written by one rank, in byte ranges as they arrive."""
+"""A folder of safetensors files as a transfer's target: one rank writes each, as bytes arrive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ALIGNMENT = 16
 
 @dataclass
 class FolderTarget:
-    """The files of a transfer, as many as ranks, of at most 5 GB. They get their names when all ranks have written theirs."""
+    """A transfer's files, as many as ranks, of at most 5 GB, named when all are written."""
 
     path: Path
     held: dict[str, Held] = field(default_factory=dict)
@@ -141,7 +141,7 @@ def _entries(have: Holdings, names: Names) -> dict[str, Held]:
 
 
 def _divided(wanted: Holdings, ranks: int) -> dict[str, list[str]]:
-    """File → entries, in order, of about equal bytes: one file per rank, more if one is larger than 5 GB."""
+    """File → entries, in order, of about equal bytes: one file per rank, or more of 5 GB."""
     sizes = {n: math.prod(h.shape) * h.dtype.itemsize for n, h in wanted.items()}
     limit = min(MOST_FILE_BYTES, -(-sum(sizes.values()) // ranks))
     parts: list[list[str]] = [[]]

@@ -23,7 +23,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Replica:
-    """A complete copy of a tensor: its layout, and the global rank of each rank of the layout's mesh."""
+    """A complete copy of a tensor: its layout, and the global rank of each of its ranks."""
 
     layout: Layout
     ranks: tuple[int, ...]
@@ -46,7 +46,7 @@ class Replica:
         return {p.dim for p in self.layout.placements if hasattr(p, "dim")}
 
     def spans(self, dim: int, size: int) -> list[tuple[int, int, int]]:
-        """(start, length, offset on the mesh) of all chunks of a tensor dim, on the ranks of one replica."""
+        """(start, length, offset on the mesh) of all chunks of a tensor dim of one replica."""
         mesh, found = self.layout.mesh, []
         axes = self.layout.cutting(dim)
         owner = sum(self._step(a, n) for a, n in self.layout.owner.items())
@@ -61,7 +61,7 @@ class Replica:
         return coordinate * math.prod(self.layout.mesh.shape[at + 1 :])
 
     def local_chunks(self, rank: int, shape: Sequence[int]) -> list[list[tuple[int, int, int]]]:
-        """Per dim (start in the tensor, start in the shard, length) of each chunk that global ``rank`` holds."""
+        """Per dim (start in the tensor, in the shard, length) of each chunk of global ``rank``."""
         found = []
         for dim, size in enumerate(shape):
             chunks = self.layout.chunks_of(dim, size, self.positions[rank])
@@ -78,7 +78,7 @@ class Replica:
         return tuple(found)
 
     def holds(self, rank: int) -> bool:
-        """Whether global ``rank`` is on the mesh and holds rows: not beside the owner of a table."""
+        """Whether global ``rank`` is on the mesh and holds rows: not if another owns the table."""
         mesh, at = self.layout.mesh, self.positions.get(rank)
         return at is not None and all(mesh.index_along(at, a) == n for a, n in self.layout.owner.items())
 
@@ -89,7 +89,7 @@ GONE = -1
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor on ranks: its global shape, dtype and replicas (several if several stages hold it)."""
+    """A tensor on ranks: its global shape, dtype and replicas (several on several stages)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -102,7 +102,7 @@ class Held:
 
 @dataclass(frozen=True)
 class FileGrid(Replica):
-    """A tensor in files: a grid of chunks. ``ranks`` are the files' numbers, -2, -3, …, by chunk, row by row."""
+    """A tensor in files: a grid of chunks. ``ranks``: files' numbers -2, -3, … by chunk."""
 
     borders: tuple[tuple[int, ...], ...]
     """per dim where chunks begin, and where the last ends"""
@@ -140,7 +140,7 @@ def renumbered(have: Holdings, ranks: Mapping[int, int]) -> dict[str, Held]:
 
 
 class Link(NamedTuple):
-    """A region of a target tensor, and the region of equal shape of a source tensor that it receives."""
+    """A region of a target tensor, and the equal region of a source tensor that it receives."""
 
     source: str
     target: str
@@ -150,10 +150,8 @@ class Link(NamedTuple):
 
 
 def holdings_of_plan(plan: Record, ranks: Sequence[int] | None = None) -> dict[str, Held]:
-    """Parameters and buffers by name, and who holds them; ``ranks``: the global rank of each rank of the plan.
-
-    Raises :class:`PlanError` for another number of ranks, or a rank twice.
-    """
+    """Parameters and buffers by name, and who holds them; ``ranks``: the global rank of each rank
+    of the plan. Raises :class:`PlanError` for another number of ranks, or a rank twice."""
     own = tuple(range(plan.mesh.size)) if ranks is None else tuple(ranks)
     if len(own) != plan.mesh.size or len(set(own)) != len(own):
         raise PlanError(
@@ -192,7 +190,7 @@ class Cells(NamedTuple):
 
 
 class Grid:
-    """The overlaps of the source's and the target's chunks along each dim of a link: boxes, row by row."""
+    """Overlaps of the source's and the target's chunks along each dim of a link: boxes."""
 
     def __init__(self, source: Held, target: Held, link: Link) -> None:
         self.cuts: list[list[int]] = []

@@ -46,7 +46,7 @@ class RankMessages:
 
     @staticmethod
     def of(schedule: Schedule, rank: int, buffer: int) -> RankMessages:
-        """The messages of global ``rank``: each pair's in equal parts, so that ``buffer`` bytes suffice."""
+        """The messages of global ``rank``: each pair's in equal parts within ``buffer`` bytes."""
         busy = Counter[int]()
         for message in schedule.messages:
             if message.sender >= 0:  # files are read when messages are done
@@ -132,10 +132,8 @@ class Exchange:
         self.gloo = dist.get_backend(group) == "gloo"
 
     def run(self, messages: RankMessages, source: Tensors) -> Iterator[torch.Tensor]:
-        """Send from ``source``; gives what arrives, by round. A round is packed while the last is under way.
-
-        Raises :class:`CommunicationError` if another rank fails or is gone.
-        """
+        """Send from ``source``; gives what arrives, by round, packed while the last is under way.
+        Raises :class:`CommunicationError` if another rank fails or is gone."""
         under_way: _Round | None = None
         for sends, receives in zip(messages.sends, messages.receives, strict=True):
             out = self._packed(sends, source)

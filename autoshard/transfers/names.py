@@ -1,4 +1,4 @@
-"""Which source tensor each target tensor takes: equal names, a function or a table of names, tied tensors once."""
+"""Which source tensor each target tensor takes: equal names, a function, a table, ties."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ def whole_link(source: str, target: str, have: Held, want: Held) -> Link:
 
 
 def links_of(have: Holdings, want: dict[str, Held], names: Names = None, trained: bool = False) -> list[Link]:
-    """The links of all target tensors, tied ones once; adds the source's optimizer states to ``want``, if ``trained``.
-
-    Raises :class:`PlanError` for targets without a source, sources that are not there, and other shapes.
-    """
+    """The links of all target tensors, tied ones once; if ``trained``, adds the source's optimizer
+    states to ``want``. Raises :class:`PlanError` for targets without a source, missing sources,
+    and other shapes."""
     weights = {n: h for n, h in have.items() if STATE_SEPARATOR not in n}
     wanted = {n: h for n, h in want.items() if STATE_SEPARATOR not in n}
     first: dict[int, str] = {}  # of tied tensors

@@ -1,4 +1,4 @@
-"""``autoshard.transfer``: weights of one sharded module into another, of any layout on any ranks."""
+"""``autoshard.transfer``: weights of one sharded module into another, on any ranks."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class _Job:
 
 
 def _simulated(ours: _Modules, names: Names, dtype: torch.dtype | None, copies: bool) -> _Job:
-    """A transfer between modules whose ranks are simulated in this process, from full tensor to full tensor."""
+    """A transfer between modules of simulated ranks: from full tensor to full tensor."""
     source, target = ours.states()
     if source is None or target is None:
         raise PlanError("autoshard.transfer needs a source and a target: None is for ranks without the module")
@@ -221,7 +221,7 @@ def _simulated(ours: _Modules, names: Names, dtype: torch.dtype | None, copies: 
 
 
 def _reading(path: str | os.PathLike[str], ours: _Modules, names: Names, buffer: int) -> _Job:
-    """A transfer from files: this rank reads its boxes, or all, if it simulates the others. No messages."""
+    """A transfer from files: this rank reads its boxes, or all if it simulates others."""
     target = ModuleState.of(ours.target, ours.target_optimizer)
     folder = open_folder(path, target.held)
     have, want, machine = folder.held, dict(target.held), target.module.mesh.hardware
@@ -271,7 +271,7 @@ def _slices(start: Sequence[int], link: Link) -> tuple[slice, ...]:
 
 
 class TransferWorld:
-    """What all transfers of all ranks share: a group for agreements, a group for weights, kept schedules."""
+    """What all transfers share: groups for agreements and weights, kept schedules."""
 
     def __init__(self) -> None:
         self.notes = FailureNotes(("transfers",))

@@ -1,4 +1,4 @@
-"""The schedule of a transfer: who sends which box to whom, computed alike on every rank without messages."""
+"""The schedule of a transfer: who sends which box to whom, alike on every rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MOST_SHOWN_RANKS = 16
 
 
 class Piece(NamedTuple):
-    """A box of a target tensor that one rank sends and another receives; equal ranks: it is there already."""
+    """A box of a target tensor that one rank sends another; equal ranks: already there."""
 
     sender: int
     receiver: int
@@ -233,7 +233,7 @@ def transfer_schedule(
 
 
 def wire_dtype(source: torch.dtype, target: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a tensor is sent: ``asked`` for floating point, else the smaller of the two."""
+    """The dtype in which a tensor is sent: ``asked`` if floating, else the smaller."""
     if asked is not None and source.is_floating_point and target.is_floating_point:
         return asked
     return source if source.itemsize < target.itemsize else target
@@ -335,7 +335,7 @@ def _ranks_of(side: Holdings) -> set[int]:
 
 
 def _lacking(source: Held, target: Held, link: Link, rank: int) -> int:
-    """Elements of the rank's part of the target region that its part of the source does not have."""
+    """Elements of the rank's part of the target region that its source part lacks."""
     own, there = target.on(rank), source.on(rank)
     if own is None:
         return 0

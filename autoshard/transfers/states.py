@@ -103,7 +103,7 @@ class ModuleState:
         return zlib.crc32(repr((rows, list(kinds.values()))).encode())
 
     def targets(self, want: Holdings, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The tensors that new values are written into; states that the optimizer lacks are made here."""
+        """The tensors that new values are written into; missing states are made here."""
         found = {}
         for name in names:
             like = self.local.get(name)
@@ -132,7 +132,7 @@ class ModuleState:
                 group.update(options)
 
     def wrapped(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """This rank's shard ``value`` of a state of parameter ``name``, as the optimizer holds it."""
+        """This rank's shard ``value`` of a state of parameter ``name``, as optimizers hold it."""
         if not isinstance(self.module, DistributedModule):
             return value
         replica = next(r for r in self.held[name].replicas if self.module._comm.ranks == r.ranks)
@@ -162,7 +162,7 @@ def keep(sharded: ShardedModule, optimizer: torch.optim.Optimizer | None = None)
 
 
 def _module_holdings(module: ShardedModule) -> dict[str, Held]:
-    """Entries of the model's state dict, of all stages, and who holds them; one object for tied tensors."""
+    """Entries of the model's state dict, of all stages, and their holders; ties are one object."""
     executable = module._latest_executable()
     ranks = _stages_of(module)
     first = {alias: i.fqn for i in executable.graph.inputs for alias in i.aliases}
@@ -193,7 +193,7 @@ def _stages_of(module: ShardedModule) -> list[list[int]]:
 
 
 def in_one_process(*states: ModuleState | None) -> bool:
-    """Whether the ranks of all modules are simulated here. Raises :class:`PlanError` for a mixture."""
+    """Whether all modules' ranks are simulated here; :class:`PlanError` for a mixture."""
     kinds = {isinstance(s.module, InProcessModule) for s in states if s is not None}
     if len(kinds) > 1:
         raise PlanError(
@@ -204,10 +204,8 @@ def in_one_process(*states: ModuleState | None) -> bool:
 
 
 def merged(descriptions: Iterable[Holdings]) -> dict[str, Held]:
-    """What ranks describe, together: modules on several groups of ranks are replicas of one.
-
-    Raises :class:`PlanError` for tensors of different shapes or dtypes.
-    """
+    """What ranks describe, together: modules on several groups of ranks are replicas of one. Raises
+    :class:`PlanError` for tensors of different shapes or dtypes."""
     found: dict[str, Held] = {}
     joined: dict[tuple[int, int], Held] = {}
     for described in descriptions:

@@ -1,8 +1,5 @@
-"""The drawing of a plan, a tree of module boxes, and its renderings as Graphviz DOT and text.
-
-Equal layers are folded into one box, a module of one operation is drawn as that operation, and
-long boxes are split into parts.
-"""
+"""The drawing of a plan, a tree of module boxes, and its renderings as Graphviz DOT and text. Equal
+layers are one box, a module of one operation is that operation, long boxes are split."""
 
 from __future__ import annotations
 
@@ -204,9 +201,8 @@ class _Builder:
 
 
 def _drawn_redistributions(plan: Record) -> dict[tuple[str, str], list[tuple[int, ...]]]:
-    """(value, reader) → redistribution steps in order, each as positions of its collectives.
-
-    All collectives inside one local form count as one step."""
+    """(value, reader) → redistribution steps in order, each as positions of its collectives; all
+    inside one local form are one step."""
     found: dict[tuple[str, str], dict[tuple[str, str], list[int]]] = {}
     forward = [i for i, c in enumerate(plan.collectives) if c.phase == "forward"]
     backward = [i for i, c in enumerate(plan.collectives) if c.phase != "forward"]
@@ -365,7 +361,6 @@ _SHARDED_COLOR, _PARTIAL_COLOR, _REPLICATED_COLOR = "#cfe2ff", "#ffdcb8", "#ffff
 
 
 def dot(plan: Record) -> str:
-    """The plan in the DOT language."""
     drawn = drawing(plan)
     title = f"{plan.title or 'model'} on {plan.mesh.hardware.name}, mesh {plan.mesh}"
     lines = [

@@ -32,10 +32,8 @@ _SCRIPTS = (
 
 
 def html(plan: Record, before: Record | None = None) -> str:
-    """``plan`` as an HTML page; with ``before``, the two side by side.
-
-    Text of the model is embedded as JSON and inserted as text nodes, never as markup.
-    """
+    """``plan`` as an HTML page; with ``before``, the two side by side. Text of the model is
+    embedded as JSON and inserted as text nodes, never as markup."""
     data = [_Payload(p).build(name) for p, name in ((plan, "after"), (before, "before")) if p is not None]
     text = json.dumps({"plans": data}, ensure_ascii=True, separators=(",", ":"))
     safe = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -208,7 +206,7 @@ def _block_text(layout: Layout, shape: tuple[int, ...], rank: int) -> str:
 
 
 def _stage_cells(plan: Record) -> list[list[Any]]:
-    """Per stage (number, rank, modules, forward s, backward s, bytes sent, in flight, peak bytes)."""
+    """Per stage (number, rank, modules, forward s, backward s, bytes sent, in flight, peak)."""
     rows = []
     for stage in stage_rows(plan):
         batch, modules = stage.times.batch, dict.fromkeys(map(layer_glob, stage.modules))

@@ -212,10 +212,8 @@ def _graph_and_output_grads(
 
 
 def _export(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> TracedProgram:
-    """The functional exported program, gradient flags of its outputs, and its dynamic inputs.
-
-    A model may branch on ``is_compiling()``. The branch for tracers is traced if eager's fails.
-    """
+    """The functional exported program, its outputs' gradient flags, and its dynamic inputs. If the
+    trace for eager fails, the branch for tracers (``is_compiling()``) is traced."""
     eager, export = EagerModes(), functools.partial(_export_sharing_regions, model, example, training, dynamic)
 
     def for_tracers() -> TracedProgram:

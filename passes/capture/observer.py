@@ -1,7 +1,6 @@
 """Observers (tracing hooks): their interface, the calls that they see, the answers that they give.
-
-An observer handles one concern, such as packed sequences. :mod:`watch` orders them.
-"""
+An observer handles one concern, such as packed sequences. :mod:`watch` orders them. Guards are
+assertions in the graph behind answers; their errors name the user's line."""
 
 from __future__ import annotations
 
@@ -13,24 +12,32 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from autoshard.errors import CaptureError
+from autoshard.frames import frame_location_text, users_frame
+from autoshard.torch_private.ops import assert_async
 
+GUARD_MODEL_CHECK = "the model's check of its values fails"
 Patch = tuple[Any, str, Any]
 """monkey patch: owner, attribute name, value during the trace"""
 
 
 @dataclass(frozen=True)
 class ObserverAnswer:
-    """Result returned in place of a call.
-
-    ``reason``: the reason, for logs and as the message of the guard; "": not logged.
-    """
+    """Result in place of a call. ``reason``: for logs and the guard's message; "": not logged."""
 
     value: Any
     reason: str
+
+
+def guard_true(condition: Tensor | torch.SymBool, message: str, frame: FrameType | None = None) -> None:
+    """Assert ``condition`` in every call; the RuntimeError has ``frame``'s line and ``message``."""
+    if isinstance(condition, torch.SymBool):
+        condition = torch.scalar_tensor(torch.sym_ite(condition, 1, 0), dtype=torch.int64)
+    assert_async(condition, f"{frame_location_text(frame or users_frame())}: {message}")
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,6 @@ class ObservedCall:
         return [x for x in found if isinstance(x, Tensor)]
 
     def make(self) -> Any:
-        """Make the call."""
         return self.func(*self.args, **self.kwargs)
 
 

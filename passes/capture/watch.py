@@ -1,8 +1,6 @@
-"""The observer mode of a trace: every torch call of the forward passes a tuple of observers.
-
-Export runs the forward once on tensors without data. It loses custom backwards, hooks, checkpoints
-and Python's random draws, and cannot answer questions about values. An observer handles each.
-"""
+"""The observer mode of a trace: every torch call of the forward passes a tuple of observers, one
+per thing that export loses or cannot answer: custom backwards, hooks, checkpoints, Python's
+random draws, questions about values."""
 
 from __future__ import annotations
 
@@ -56,12 +54,10 @@ def trace_observers(
     repeats: SharedRegions,
     example: Example | None = None,
 ) -> tuple[Observer, ...]:
-    """The observers of one trace, outermost first. ``example``: specialize on its integers.
-
-    An outer observer sees a call first and its result last. Calls of repeated regions end at
-    ``repeats``. Refusals precede answers, constant folding precedes truth values, and loops see
-    calls as they are made. ``refusals`` exits first: its error precedes errors found at the end.
-    """
+    """The observers of one trace, outermost first: an outer one sees a call first and its result
+    last. ``example``: specialize on its integers. Calls of repeated regions end at ``repeats``.
+    Refusals precede answers, and ``refusals`` exits first: its error precedes errors found at
+    the end."""
     refusals, loops = RefusalLog(), NonzeroLoops(findings)
     steering = () if example is None else (IntegerSpecialization(example),)
     return (
@@ -111,7 +107,6 @@ class ObserverMode(TorchFunctionMode):
             yield
 
     def begin(self, forward: TracedForward) -> None:
-        """The traced forward begins."""
         for observer in self.observers:
             observer.begin(forward)
 

@@ -82,11 +82,9 @@ class SourceFunction(SourceLine):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """See :attr:`Line.key`."""
         return *super().key, self.arguments, tuple(line.key for line in self.body), self.returned
 
     def lines(self, indent: str, mark: Callable[[str], str]) -> list[str]:
-        """See :meth:`Line.lines`."""
         arguments = [atom(a) for a in self.arguments]
         head = Expression(f"def {self.value.flat}(", arguments, "):").lines("", indent)
         head = [f"{indent}# {self.comment}", *head] if self.comment else head
@@ -140,10 +138,8 @@ class FunctionBody:
         self.names.dead = lambda name: name not in kept and last_read.get(name, -1) <= now
 
     def _part(self, segment: Segment, later: Collection[str], whole: str) -> None:
-        """Write a recomputed part: a function of all values that it reads, and its call.
-
-        ``whole``: path of the block, if the block has no other part.
-        """
+        """Write a recomputed part: a function of all values that it reads, and its call. ``whole``:
+        path of the block, if the block has no other part."""
         made = {o for s in segment.statements for o in s.outputs}
         read = [n for n in dict.fromkeys(n for s in segment.statements for n in reads(s)) if n not in made]
         outputs = [o for s in segment.statements for o in s.outputs if o in later and o != "_"]

@@ -1,5 +1,4 @@
 """Emit a program as one readable SPMD Python file, with a class per distinct block.
-
 Consecutive calls of equal blocks are rolled into a loop: ``for block in self.blocks: x =
 block(x)``."""
 
@@ -63,11 +62,9 @@ def roll_loops(
     taken: Collection[str],
     mark: Callable[[str], str],
 ) -> list[str]:
-    """The text of the root's ``body`` with repeated lines as loops.
-
-    Lines repeat if their text is equal but for the block. ``children``: container of blocks → names
-    of its children. ``taken``: names that a loop variable may not have.
-    """
+    """The text of the root's ``body`` with lines that are equal but for the block as loops.
+    ``children``: container of blocks → names of its children. ``taken``: names that a loop
+    variable may not have."""
     calls = [i for i, line in enumerate(body) if line.block]
     text: list[str] = []
     done = 0
@@ -162,10 +159,7 @@ class Source:
 
 
 def codegen(program: Program, title: str = "model", recomputed: Sequence[Recomputed] = ()) -> Source:
-    """Python source of ``program``. ``title`` names the model in the file's docstring.
-
-    ``recomputed``: recomputations (activation checkpointing), for comments.
-    """
+    """Python source of ``program``; ``title`` names the model, ``recomputed`` is for comments."""
     file = _SourceFile()
     root, _ = _ProgramEmitter(program, title, recomputed, file).root()
     header = f"{title} on mesh {program.mesh}: what every rank runs, on its own shards."

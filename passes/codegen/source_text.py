@@ -1,4 +1,4 @@
-"""Python source text: calls, signatures, comments, identifiers, wrapped as ruff format wraps them."""
+"""Python source text: calls, signatures, comments, identifiers, as ruff format wraps."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Names of values in emitted code: the user's own variable, else the module, else the op.
-
-A variable of the user's source, such as ``q`` of ``q = rotate(self.q(x))``, is taken only where
-it is certain. The operations of one statement stand together in the graph. If the statement is a
-plain assignment and later statements read exactly one of their results, then that result was
-assigned. Conditional expressions, displays and in-place changes give no name."""
+"""Names of values in emitted code: the user's own variable, else the module, else the op. A
+variable of the user's source (``q`` of ``q = rotate(self.q(x))``) is taken only if certain: the
+statement's operations stand together, it is a plain assignment, and later statements read
+exactly one of their results."""
 
 from __future__ import annotations
 
@@ -42,9 +40,8 @@ class _UserStatement(NamedTuple):
 
 def user_names(graph: Graph) -> dict[str, str]:
     """value → the user's variable; the outermost one, where nested calls assign it several times.
-
-    Values in a numbered block take variables of its forward or deeper: equal blocks name alike.
-    """
+    Values in a numbered block take variables of its forward or deeper: equal blocks name
+    alike."""
     return _VariableReader(graph).names
 
 
@@ -253,10 +250,8 @@ class PreferredNames:
         return (*self._known(value or out), plain)
 
     def argument(self, local: str, segment: Segment) -> tuple[str, ...]:
-        """Names of an argument of a block, the same in all equal blocks.
-
-        ``x`` if another such block may return it; its own name if several blocks read it.
-        """
+        """Names of an argument, the same in all equal blocks: ``x`` if another such block may
+        return it; its own name if several blocks read it."""
         value = self._value(local)
         producer = self.graph.producers.get(value)
         inside = producer is not None and bool(block_path(producer.fqn))

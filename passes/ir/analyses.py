@@ -19,10 +19,8 @@ Entry = TypeVar("Entry", covariant=True)
 def cached_per_graph(
     find: Callable[Concatenate[Graph, Arguments], Answer],
 ) -> Callable[Concatenate[Graph, Arguments], Answer]:
-    """``find``, cached on the graph by its positional arguments, which must be hashable.
-
-    With dynamic lengths nothing is cached: each caller must record the conditions that arise.
-    """
+    """``find``, cached on the graph by its positional arguments, which must be hashable; not with
+    dynamic lengths, whose conditions each caller must record."""
 
     @wraps(find)
     def found(graph: Graph, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
@@ -138,11 +136,9 @@ def values_reached(graph: Graph, values: Iterable[str]) -> frozenset[str]:
 
 @cached_per_graph
 def outputs_reached(graph: Graph) -> dict[str, int]:
-    """Value → bit mask of the outputs whose gradient reaches it.
-
-    A value with ``type.grad`` may get none: all its readers detach it, or only another output than
-    the loss depends on it. The gradients of its parameters are None then, not zeros.
-    """
+    """Value → bit mask of the outputs whose gradient reaches it. A value with ``type.grad`` may get
+    none (its readers detach it, or the loss does not depend on it); its gradient is None
+    then."""
     found: dict[str, int] = dict.fromkeys(graph.types, 0)
     for i, out in enumerate(graph.outputs):
         if isinstance(out, Ref) and graph.types[out.name].grad:

@@ -43,17 +43,16 @@ def input_layout(name: str, graph: Graph, mesh: Mesh, given: Mapping[str, Layout
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One sharding strategy of an op along one mesh axis; strategies of several axes combine.
-
-    ``inputs``: a placement per entry of ``node.inputs``; ``outputs``: one per ``node.outputs``.
-    """
+    """One sharding strategy of an op along one mesh axis; strategies of several axes combine. A
+    placement per entry of ``node.inputs`` and ``node.outputs``."""
 
     label: str
     """"I", "R", "P(…)" or the factor's name, and "/n" where each of n segments is sharded"""
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     size: int | None = None
-    """the factor's length, at least the number of ranks on it; None: the strategy shards nothing"""
+    """the factor's length, which divides the compute; at least the number of ranks on it; None: the
+    strategy shards nothing"""
     even: bool = False
     """whether the number of ranks on this factor must divide ``size``, as in a reshape"""
     divides: bool = False
@@ -72,6 +71,9 @@ class Strategy:
 
     innermost: bool = False
     """whether no inner mesh axis may shard dim 0 of the result by another strategy"""
+
+    most: int | None = None
+    """the most ranks on the factor, where that is less than its length"""
 
     work: tuple[str, int] | None = None
     """(factor, length) that divides the compute, where it is another: experts in an all-to-all
@@ -100,7 +102,7 @@ class Strategy:
         if self.size is None:
             return True
         count = math.prod(ranks)
-        if int(self.size) < count or (self.even and self.size % count):
+        if count > int(self.size) or (self.most is not None and count > self.most) or (self.even and self.size % count):
             return False
         if not self.nonempty or self.size % count == 0:
             return True
@@ -108,7 +110,7 @@ class Strategy:
 
 
 def is_dividing_label(label: str) -> bool:
-    """Whether a strategy with this label shards a factor: it is not I, R, P(…), or – (an axis of stages)."""
+    """Whether a strategy with this label shards a factor: not I, R, P(…), – (of stages)."""
     return label not in ("I", "R", "–") and not label.startswith("P(")
 
 
@@ -142,7 +144,7 @@ def operand_placements(choice: Sequence[Strategy], operand: int, grad: bool) -> 
 
 
 def result_placements(choice: Sequence[Strategy], result: int, grad: bool) -> Placements:
-    """Placements in which an operation makes a result; arguments as in :func:`operand_placements`."""
+    """Placements in which an operation makes a result; see :func:`operand_placements`."""
     return tuple(normalize_placement(s.outputs[result], grad) for s in choice)
 
 

@@ -1,5 +1,4 @@
 """The graph that all passes share: typed values, and operations in program order.
-
 Graphs are frozen; a pass builds a new one. Nested arguments are read by :func:`walk` and
 rewritten by :func:`map_tree`."""
 
@@ -75,7 +74,6 @@ def map_tree(tree: Any, f: Callable[[Any], Any]) -> Any:
 
 @cache
 def argument_names(op: OpOverload) -> tuple[str, ...]:
-    """Names of the op's arguments, in schema order."""
     return tuple(a.name for a in op._schema.arguments)
 
 
@@ -247,10 +245,8 @@ class Node(CallLike):
 
     @cached_property
     def input_slots(self) -> tuple[int, ...]:
-        """Per entry of ``inputs``, the position of its argument in :func:`tensor_arguments`.
-
-        Raises :class:`RuleError` where an argument that takes no tensor is given one.
-        """
+        """Per entry of ``inputs``, its position in :func:`tensor_arguments`, else
+        :class:`RuleError`."""
         names, slots = tensor_arguments(self.op), list[int]()
         for name, value in self.given:
             found = len(list(refs(value)))
@@ -265,10 +261,8 @@ class Node(CallLike):
         return {tensor_arguments(self.op)[slot]: i for i, slot in enumerate(self.input_slots)}
 
     def argument(self, name: str, *absent: Any) -> Any:
-        """The value of argument ``name``, else its default, else ``absent``.
-
-        Raises :class:`RuleError` where the op has no such argument and ``absent`` is not given.
-        """
+        """The value of argument ``name``, else its default, else ``absent``. Raises
+        :class:`RuleError` where the op has no such argument and ``absent`` is not given."""
         if name in (known := argument_defaults(self.op)):
             place, default = known[name]
             return self.kwargs.get(name, self.args[place] if place < len(self.args) else default)
@@ -331,7 +325,7 @@ STATIC = Symbols()
 
 @dataclass(frozen=True, slots=True)
 class OutputView:
-    """An output that is a view of another output or of an input in eager, or is not contiguous; lengths in elements."""
+    """An output that in eager views another or an input, or is not contiguous; in elements."""
 
     number: int
     """of the output leaf"""
@@ -412,7 +406,6 @@ class Graph:
 
     @cached_property
     def parameters(self) -> frozenset[str]:
-        """Names of the inputs that are parameters."""
         return frozenset(i.name for i in self.of_kind("parameter"))
 
     @cached_property
@@ -422,10 +415,7 @@ class Graph:
 
     @cached_property
     def states(self) -> dict[str, str]:
-        """Mutated buffers and inputs that keep their type: fqn → name.
-
-        Old and new value share one layout.
-        """
+        """Mutated buffers and inputs that keep type and layout: fqn → name."""
         names = {i.fqn: i.name for i in self.inputs if i.fqn in self.mutations}
         old_and_new = {fqn: (self.types[old], self.types[self.mutations[fqn]]) for fqn, old in names.items()}
         alike = {
@@ -467,7 +457,6 @@ class Graph:
         return any(self.types[name].grad for name in node.outputs)
 
     def shape(self, value: Ref | str) -> tuple[int, ...]:
-        """The global shape of a value."""
         return self.types[value.name if isinstance(value, Ref) else value].shape
 
     def shapes(self, values: Iterable[str]) -> tuple[tuple[int, ...], ...]:
@@ -495,7 +484,6 @@ def map_refs(tree: Any, f: Callable[[Ref], Any]) -> Any:
 
 
 def format_argument(value: Any) -> str:
-    """An argument as text."""
     if isinstance(value, tuple | list):
         return "[" + ", ".join(map(format_argument, value)) + "]"
     if isinstance(value, Mapping):

@@ -43,7 +43,7 @@ def optimizer_bytes(optimizer: str, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 def orthogonalization_flops(shape: tuple[int, ...]) -> float:
-    """FLOPs of Muon's update of a matrix [m, n]: 5 iterations of two products of m·m·n and one of m·m·m, for m ≤ n."""
+    """FLOPs of Muon's update of [m, n], m ≤ n: 5 times two products of m·m·n, one of m·m·m."""
     if len(shape) != 2:
         return 0.0
     m, n = sorted(map(float, shape))
@@ -82,8 +82,7 @@ class Memory:
     """whether the budget excludes the fastest plan, which needs more"""
 
     def in_flight(self, count: int) -> Memory:
-        """Memory of a pipeline stage: activations of ``count`` micro-batches, and all gradients of
-        earlier ones."""
+        """Memory of a stage: activations of ``count`` micro-batches, gradients of earlier ones."""
         more = (count - 1) * (self.activations - self.gathered)
         left = max(0.0, self.gradients - self.at_peak.get("gradients", 0.0))
         at_peak = dict(self.at_peak)

@@ -20,11 +20,8 @@ from autoshard.torch_private.ops import OpOverload
 
 @dataclass(frozen=True)
 class RedistributionStep:
-    """One step of a redistribution: one collective or local call on one group of mesh axes.
-
-    Bytes are those that a rank sends in a ring. Where sizes do not divide, every shard counts as
-    the largest: all-gather and reduce-scatter pad, all-to-all and permute send at most as much.
-    """
+    """One step of a redistribution: one collective or local call on one group of mesh axes. Bytes
+    are those that a rank sends in a ring; uneven shards count as the largest."""
 
     kind: str
     """function of ``autoshard.runtime``: all_gather, reduce_scatter, all_reduce, all_to_all,
@@ -74,11 +71,9 @@ class RedistributionStep:
 
 @dataclass(frozen=True)
 class LocalCall(CallLike):
-    """A call on local tensors. ``fn``: an op, or the name of a function of ``autoshard.runtime``.
-
-    Arguments are :class:`~autoshard.passes.ir.graph.Ref`, literals, :class:`Local`,
-    :class:`Offset`, and nested calls.
-    """
+    """A call on local tensors of an op or, by name, of a function of ``autoshard.runtime``.
+    Arguments: :class:`~autoshard.passes.ir.graph.Ref`, literals, :class:`Local`,
+    :class:`Offset`, nested calls."""
 
     fn: OpOverload | str
     args: tuple[Any, ...]
@@ -257,11 +252,10 @@ def merge_statements(
     function: str, members: Sequence[Statement], zero: Mapping[str, int] = MappingProxyType({})
 ) -> Statement:
     """Redistribution steps of one kind over the same axes as one call of ``function`` (a bucket).
-
     Arguments but the axes become tuples: ``all_gather(w, 0, "dp", to="R")`` and the same of ``b``
     become ``gather_parameters((w, b), (0, 0), "dp", to="R")``. ``sizes`` holds gathered lengths
-    where shards are uneven. ``zero``: see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`.
-    """
+    where shards are uneven. ``zero``: see
+    :attr:`~autoshard.passes.ir.assignment.Assignment.zero`."""
     if function in _MERGE_FUNCTIONS:
         return _MERGE_FUNCTIONS[function](members)
     first = members[0]
@@ -354,11 +348,9 @@ _MERGE_FUNCTIONS = {
 
 
 def fuse_replica_gather(enter: Statement, gather: Statement) -> Statement:
-    """I → R over replicas and the all-gather of a shard as one call (hybrid sharding).
-
-    Its backward reduce-scatters, then all-reduces the shard. In mixed precision ``enter`` may be
-    the cast, where the gather reduces no gradient.
-    """
+    """I → R over replicas and the all-gather of a shard as one call (hybrid sharding), whose
+    backward reduce-scatters, then all-reduces. In mixed precision ``enter`` may be the cast,
+    where the gather reduces no gradient."""
     replicas = enter.step.axes if enter.step is not None else ()
     kwargs = {**enter.call.kwargs, **gather.call.kwargs, "replicas": replicas}
     call = LocalCall(gather.call.fn, (enter.call.args[0], *gather.call.args[1:]), kwargs)

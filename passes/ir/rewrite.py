@@ -20,7 +20,6 @@ Types = Mapping[str, TensorType]
 
 def run_on_meta(op: Any, args: Any, kwargs: Any, types: Types, grads: bool = False, factor: int = 1) -> Any:
     """The op's result on meta tensors of these types, which require gradients where ``grads``.
-
     ``factor``: by which dynamic lengths differ from those of the example."""
 
     def tensor(item: Any) -> Any:

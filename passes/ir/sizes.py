@@ -1,5 +1,4 @@
 """Symbolic sizes: ints with a sympy expression, and the conditions a program needs of a call.
-
 A :class:`Size` is the int of the example, which costs and choices read, with a sympy expression
 of the input lengths that may differ between calls, which generated code computes. Arithmetic
 keeps both. Equality compares both: ``Size(8, batch) == 8`` is False, because it need not hold in
@@ -148,7 +147,6 @@ def make_size(expr: sympy.Expr, example: Mapping[sympy.Symbol, int]) -> int:
 
 
 def sympy_expression(n: int) -> sympy.Expr:
-    """A length as a sympy expression."""
     return n.expr if isinstance(n, Size) else sympy.Integer(n)
 
 
@@ -173,7 +171,6 @@ def is_always_at_least(a: sympy.Expr, least: sympy.Expr) -> bool:
 def _symbolic_result(
     a: Size, b: Any, compute: Callable[[sympy.Expr, sympy.Expr], sympy.Expr], reflected: bool = False
 ) -> Any:
-    """``compute(a, b)``; ``reflected``: ``compute(b, a)``."""
     if isinstance(b, float):
         _record_condition(sympy.Eq(a.expr, int(a)))
     if not isinstance(b, int):
@@ -215,10 +212,8 @@ def _example_value(expr: sympy.Expr, example: tuple[tuple[sympy.Symbol, int], ..
 
 @lru_cache(maxsize=1 << 14)
 def _sign_of_difference(a: sympy.Expr, b: sympy.Expr) -> str:
-    """The sign of ``a - b`` for all symbols ≥ 1: "+", "-", "0", "0+", "0-", or "": unknown.
-
-    A polynomial in (symbol - 1) ≥ 0 has the sign of its coefficients, if all have the same.
-    """
+    """The sign of ``a - b`` for all symbols ≥ 1: "+", "-", "0", "0+", "0-", or "": unknown. A
+    polynomial in (symbol - 1) ≥ 0 has the sign that all its coefficients have."""
     difference = sympy.expand(a - b)
     shifted = sympy.expand(difference.xreplace({s: s + 1 for s in difference.free_symbols}))
     terms = shifted.as_coefficients_dict()
@@ -321,7 +316,6 @@ def solve_symbols(symbols: Symbols, shapes: Mapping[str, Sequence[int]]) -> dict
 
 
 def evaluate_length(n: int, values: Mapping[str, int]) -> int:
-    """Length ``n`` with these ``values`` of the symbols."""
     return int(_evaluate_text(str(n), values)) if isinstance(n, Size) else n
 
 

@@ -36,10 +36,8 @@ def _check_definition(name: str, defined: set[str], graph: Graph, where: str) ->
 
 
 def check_program(program: Program) -> None:
-    """Check that all reads are in the planned layouts. Raises :class:`PlanError`.
-
-    Of a merged statement each member is checked, and that the call is the merger of all.
-    """
+    """Raise :class:`PlanError` for reads in other layouts, and merged calls unlike their
+    members."""
     made = {value.name for value in program.graph.inputs}
     for statement in program.statements:
         _check_reads(statement, made)

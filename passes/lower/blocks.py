@@ -29,10 +29,8 @@ def block_of(node: Node | None) -> str:
 
 
 def module_of(statement: Statement, graph: Graph) -> str:
-    """The module under which reports list a statement's collectives.
-
-    For a redistribution it is the reader's module; between two blocks the maker's.
-    """
+    """The module of a statement's collectives in reports: the reader, between two blocks the
+    maker."""
     asker = statement.node.fqn if statement.node is not None else ""
     maker = graph.producers.get(statement.value) if statement.step is not None else None
     return asker if maker is None or block_path(maker.fqn) == block_path(asker) else maker.fqn

@@ -1,9 +1,6 @@
 """Gradient buckets (flat parameters): one collective redistributes a bucket of a block's
-parameters.
-
-Forward: one all-gather per bucket of sharded parameters. Backward: one all-reduce or reduce-scatter
-per bucket of gradients, as soon as its last gradient is ready. So it overlaps with the backward.
-"""
+parameters. The backward reduces a bucket as soon as its last gradient is ready, so that both
+overlap."""
 
 from __future__ import annotations
 
@@ -45,9 +42,8 @@ def regathered_parameters(program: Program) -> set[str]:
 
 def prefetch_depth(program: Program) -> int:
     """Prefetch depth: buckets gathered ahead of the one in use, those of one block, as in FSDP2.
-
-    With fewer, the link idles where a block reads few parameters, and compute where it reads many.
-    """
+    With fewer, the link idles where a block reads few parameters, and compute where it reads
+    many."""
     gathers = Counter(s.block for s in program.statements if s.call.fn == "gather_parameters")
     if gathers.total() < 2:
         return 0
@@ -88,11 +84,9 @@ def _merge_buckets(statements: Iterable[Statement], program: Program) -> Iterato
 
 
 def _zero_stages(blocks: Iterable[Sequence[Statement]], program: Program) -> dict[str, int]:
-    """ZeRO stages by bucket, see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`.
-
-    A vector takes the stage of its block's largest matrix gathered along the same axes, because a
-    message of its own would delay those of the matrices.
-    """
+    """ZeRO stages by bucket, see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`. A vector
+    takes that of its block's largest matrix gathered along the same axes, whose messages its own
+    would delay."""
     zero = dict(program.assignment.zero)
     for block in blocks:
         gathered = sorted(
@@ -114,11 +108,9 @@ def _is_vector(s: Statement, program: Program) -> bool:
 
 
 def _bucket_units(statements: Iterable[Statement], program: Program) -> list[list[Statement]]:
-    """Buckets and unbucketed statements, in the order of their first members.
-
-    Members of a bucket share call, axes, target letter, dtypes and ZeRO stage, and the number of
-    earlier buckets: sharding over two axes gathers along one after the other.
-    """
+    """Buckets and unbucketed statements, in the order of their first members. Members share call,
+    axes, target letter, dtypes, ZeRO stage and the number of earlier buckets (two axes are
+    gathered in turn)."""
     units: list[list[Statement]] = []
     open_: dict[Any, list[Statement]] = {}
     depths: dict[str, int] = {}

@@ -1,10 +1,7 @@
-"""Channels-last convolutions: oneDNN on CPU reads images with channels last without a reorder.
-
-As in Inductor (``decide_layout_opt`` of torch/_inductor/graph.py). Results inherit the order of
-their operand, so mostly the input alone is copied. Returned values are contiguous. On other devices
-the copies are no-ops. A mean over pixels becomes a sum and a division: the gradient of a mean is
-contiguous, and later operations would mix two memory orders.
-"""
+"""Channels-last convolutions, as in Inductor (``decide_layout_opt``): oneDNN on CPU reads them
+without a reorder. Results inherit the order, so mostly the input alone is copied; returned
+values are contiguous. Elsewhere the copies are no-ops. A mean over pixels becomes a sum and a
+division, since its gradient is contiguous and would mix two orders."""
 
 from __future__ import annotations
 

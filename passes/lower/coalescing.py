@@ -1,4 +1,4 @@
-"""Message coalescing: look-ups in embedding tables share one exchange, small collectives one call."""
+"""Message coalescing: table look-ups share one exchange, small collectives one call."""
 
 from __future__ import annotations
 
@@ -64,10 +64,7 @@ def _merge_look_ups(unit: list[Statement], whole: set[str]) -> Statement:
 
 
 def _look_up_key(s: Statement, program: Program, stored: Container[str], level: int) -> Any:
-    """What look-ups in one call have in common; None for one that is not grouped.
-
-    ``stored``: tables as stored, or entered for a gradient sum over replicas, but not gathered.
-    """
+    """What look-ups in one call have in common, or None. ``stored``: tables stored or entered."""
     call, kwargs = s.call, s.call.kwargs
     if call.fn == TABLE_WISE:
         form = [(name, kwargs.get(name)) for name in ("sparse", "summed")]
@@ -84,12 +81,10 @@ def _look_up_key(s: Statement, program: Program, stored: Container[str], level: 
 
 
 def coalesce_collectives(program: Program) -> Program:
-    """``program`` with small collectives over the same axes merged at the first of them.
-
-    They agree in dtype and block, and all operands exist there: a conversion is lowered at its
-    first reader, often later than possible. If the backward communicates, all must reach the same
-    outputs, so that all or none have a gradient.
-    """
+    """``program`` with small collectives over the same axes merged at the first of them. They agree
+    in dtype and block, and all operands exist there (a conversion is lowered at its first
+    reader). If the backward communicates, all reach the same outputs, so that all or none have a
+    gradient."""
     reached = outputs_reached(program.graph)
     groups: dict[int, list[Statement]] = {}
     open_: dict[Any, int] = {}

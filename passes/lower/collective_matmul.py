@@ -75,15 +75,12 @@ def _is_plain_product(s: Statement) -> bool:
 
 
 def _is_product_of(s: Statement, name: str, gather: Statement) -> bool:
-    """Whether it is a product of this local, in the gather's block."""
     return _is_plain_product(s) and reads(s)[0] == name and name not in reads(s)[1:] and s.block == gather.block
 
 
 def settle_recomputed(program: Program, recomputed_ids: Collection[int]) -> Program:
-    """``program`` with collective matmuls that are recomputed entirely, or in the gather alone.
-
-    Other partly recomputed ones become separate statements. ``recomputed_ids``: ids of recomputed parts.
-    """
+    """``program`` with collective matmuls recomputed entirely, in the gather alone, or, else, split
+    into statements. ``recomputed_ids``: ids of recomputed parts."""
     numbers = iter(range(-1, -len(program.statements) - 1, -1))
     statements = (x for s in program.statements for x in _settle_statement(s, recomputed_ids, numbers))
     return replace(program, statements=tuple(statements))

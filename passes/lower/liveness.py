@@ -1,4 +1,4 @@
-"""Liveness: states (KV caches) are written in place, large locals are freed after their last use."""
+"""Liveness: states (KV caches) written in place, large locals freed after the last use."""
 
 from __future__ import annotations
 
@@ -37,11 +37,9 @@ _MAY_ALIAS = frozenset(
 
 
 def write_states_in_place(program: Program) -> Program:
-    """``program`` with states written in place where no reader can notice.
-
-    Excluded: the old value or a view of it is read after the write, returned or written. Also
-    excluded: programs that may reject their inputs after the write.
-    """
+    """``program`` with states written in place where no reader can notice: not if the old value or
+    a view of it is read after the write, returned or written, nor if inputs may be rejected
+    after it."""
     if program.graph.training:
         return program
     found: dict[int, Statement] = {}
@@ -182,10 +180,8 @@ def _last_reader(maker: _Frame, reader: _Frame, number: int) -> int:
 
 
 def _freeable_memories(program: Program, makers: Mapping[str, int], needed: Collection[str]) -> Iterator[Sequence[str]]:
-    """Groups of locals that share memory, except ``needed`` memory, parameters and inputs.
-
-    A reshape may copy: its result stays if its operand is needed, but not the other way round.
-    """
+    """Groups of locals that share memory, except ``needed`` memory, parameters and inputs. A
+    reshape may copy: its result stays if its operand is needed, not the other way round."""
     memory: dict[str, str] = {i.name: "" for i in program.graph.inputs}
     source: dict[str, str] = {}
     for s in program.statements:

@@ -1,5 +1,4 @@
 """Lowering (SPMD partitioning): a graph with chosen layouts becomes a program on local tensors.
-
 Invariant: a redistribution stands exactly where the layout of a use differs from that of the definition. Each (value, layout)
 is made once, from the cheapest layout that exists at that point."""
 

@@ -1,8 +1,6 @@
-"""Mixed precision: casts of parameters from the stored dtype to the dtype of computation.
-
-The cast is inside the redistribution that sums the gradient, so that the sum may have its own
-dtype: between statements autograd casts gradients to the value's. Without a sum it is a statement.
-"""
+"""Mixed precision: casts of parameters from the stored dtype to the dtype of computation. A cast is
+inside the redistribution that sums the gradient, so that the sum may have its own dtype; without
+a sum it is a statement."""
 
 from __future__ import annotations
 

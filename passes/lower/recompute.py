@@ -16,9 +16,7 @@ from autoshard.passes.rules.facts import can_redraw, is_view, saved_for_backward
 
 def recomputed_statements(program: Program) -> tuple[Statement, ...]:
     """The parts of ``program``'s statements that the backward recomputes, in order, without views.
-
-    The backward has their operands, saved or recomputed. Autograd does not save their results.
-    """
+    Autograd saves their operands or has them recomputed, not their results."""
     assignment = program.assignment
     if not assignment.again and not assignment.shared_again:
         return ()
@@ -72,11 +70,9 @@ def _saved_operands(node: Node, operands: Sequence[str], positions: frozenset[in
 
 
 def _recomputed_copies(parts: Sequence[Statement], program: Program) -> frozenset[str]:
-    """Redistributed copies to recompute: those that only recomputed readers would save.
-
-    A copy no larger than its source is saved in its place, unless the source is available anyway:
-    saved, recomputed, or a view of a recomputed value.
-    """
+    """Redistributed copies to recompute: those that only recomputed readers would save, unless a
+    copy is no larger than its source and the source is not available anyway (saved, recomputed,
+    or a view of that)."""
     assignment = program.assignment
     readers: dict[str, list[Statement]] = {}
     sent = {part.value for part in parts if part.step is not None and part.step.is_collective}
@@ -136,10 +132,8 @@ def _keeps_value(node: Node, name: str, readers: dict[str, list[Statement]], pro
 
 
 def group_recomputed(program: Program) -> Program:
-    """``program`` with recomputed statements in parts, as long as possible within a block.
-
-    Parts may contain views. The operands of a part are saved for the backward, its results are not.
-    """
+    """``program`` with recomputed statements in parts as long as possible within a block, views
+    included. A part's operands are saved for the backward, its results are not."""
     recomputed_ids = {id(part) for part in recomputed_statements(program)}
     program = redraw_dropout(program, recomputed_ids)
     if not recomputed_ids:
@@ -157,10 +151,7 @@ def group_recomputed(program: Program) -> Program:
 
 def _sink_conversions(program: Program, recomputed_ids: set[int]) -> list[list[Statement]]:
     """Runs of statements per block, with local conversions moved into the block that alone reads
-    them.
-
-    In front of the block each would be a part of its own.
-    """
+    them: in front of it each would be a part of its own."""
     found = [list(statements) for _, statements in block_runs(program)]
     for before, inside in itertools.pairwise(found):
         if before[0].block:
@@ -185,10 +176,8 @@ def _reader_ids(s: Statement, inside: Collection[Statement], program: Program) -
 def _recomputed_runs(
     statements: Sequence[Statement], recomputed_ids: set[int]
 ) -> Iterator[tuple[bool, list[Statement]]]:
-    """(is a part, statements), in order. A part neither begins nor ends with a view.
-
-    Redistributions of parameters that would interrupt a part go in front of it.
-    """
+    """(is a part, statements), in order. A part neither begins nor ends with a view;
+    redistributions of parameters that would interrupt it go in front."""
     one: list[Statement] = []
     views: list[Statement] = []
     for s in statements:

@@ -1,9 +1,7 @@
-"""Search within memory by cutting planes: search, simulate, cut off the moment of the peak, repeat.
-
-The simulation knows every storage. The search knows linear rows: bytes live at a moment, exact but
-for temporaries. A plan above the budget adds the row of the moment of its peak, with the limit that
-is exact for this plan. Source: Kelley, The cutting-plane method for solving convex programs (1960).
-"""
+"""Search within memory by cutting planes (Kelley 1960): search, simulate, cut off the peak's
+moment, repeat. The simulation knows every storage, the search linear rows: bytes live at a
+moment, exact but for temporaries. A plan above the budget adds its row, with the limit that is
+exact for this plan."""
 
 from __future__ import annotations
 
@@ -45,12 +43,9 @@ def search_within_memory(
     planner: Planner, memory_budget: float | None, baselines: Iterable[NamedStrategy] = (), quick: bool = False
 ) -> tuple[Program, Memory]:
     """The cheapest program found whose simulated peak is within ``memory_budget``, and its memory.
-
-    ``memory_budget``: bytes per rank, by default 90 % of the hardware's. ``baselines``:
-    named strategies, tried if the gap to the bound is large. ``quick``: a good program without a
-    bound, from few searches. Raises :class:`BudgetError` if no program fits, with the least peak
-    found and what helps; :class:`HintError` from constraints.
-    """
+    ``memory_budget``: bytes per rank, by default 90 % of the hardware's. ``baselines``: named
+    strategies, tried if the gap is large. ``quick``: a good program without a bound. Raises
+    :class:`BudgetError` with the least peak found and what helps; :class:`HintError`."""
     mesh, optimizer, micro_batches_held = planner.mesh, planner.optimizer, planner.micro_batches_held
     budget = DEFAULT_BUDGET_SHARE * mesh.hardware.memory_bytes if memory_budget is None else memory_budget
     cheapest = planner.cheapest(rough=True)
@@ -129,11 +124,8 @@ Simulated = Iterator[tuple[Program, Memory]]
 
 
 def _plans_within_cuts(planner: Planner, budget: float, at_end: bool) -> Simulated:
-    """Plans of the network with the rows of all peaks so far, until the limits stay.
-
-    ``at_end``: only the row of the end of the forward, which knows no workspace, and counts nothing
-    for what is recomputed.
-    """
+    """Plans of the network with the rows of all peaks so far, until the limits stay. ``at_end``:
+    only the row of the end of the forward, without workspace and what is recomputed."""
     fits = False
     for number in range(OUTER_LIMITS.cut_rounds):
         if fits and number >= OUTER_LIMITS.fit_rounds:
@@ -153,11 +145,9 @@ def _plans_within_cuts(planner: Planner, budget: float, at_end: bool) -> Simulat
 
 
 def _least_memory_plans(planner: Planner, budget: float, at_end: bool, rounds: int) -> Simulated:
-    """Plans of least memory; once one is within the budget, quicker ones within its rows.
-
-    A search minimizes weighted means over moments, not the peak: weights grow with bytes held.
-    Source: Freund and Schapire, Adaptive game playing using multiplicative weights (1999).
-    """
+    """Plans of least memory; once one is within the budget, quicker ones within its rows. Searches
+    minimize means over moments, weighted by bytes held (Freund and Schapire 1999, multiplicative
+    weights)."""
     excess, rate = np.zeros(len(planner.graph.nodes) + 1), 0.0
     for number in range(rounds):
         assignment = planner.least(excess, max(TIE_BYTES_PER_SECOND, SECOND_PRICES[number % len(SECOND_PRICES)] * rate))
@@ -176,7 +166,7 @@ def _least_memory_plans(planner: Planner, budget: float, at_end: bool, rounds: i
 
 
 def _simulated(planner: Planner, assignment: Assignment) -> tuple[Program, Memory]:
-    """The program and memory of a result of a limited search, of which the planner's bound learns."""
+    """Program and memory of a limited search's result; the planner's bound learns of it."""
     program, memory = lower_and_simulate(assignment, planner.optimizer, planner.micro_batches_held)
     planner.learn(assignment, memory.peak)
     return program, memory
@@ -188,7 +178,7 @@ def _live(memory: Memory, at_end: bool) -> dict[str, float]:
 
 
 def _quicker_plans(planner: Planner, budget: float, excess: np.ndarray, seconds: float) -> Simulated:
-    """Plans quicker than one that fits and takes ``seconds``: bisection on the price of a second."""
+    """Plans quicker than one that fits in ``seconds``: bisection on the price of a second."""
     low, high, price = 0.0, math.inf, budget / max(seconds, MIN_STEP_SECONDS)
     for _ in range(OUTER_LIMITS.quicker_rounds):
         assignment = planner.least(excess, price)
@@ -225,7 +215,7 @@ def _plans_of_strategies(
 
 
 def lower_and_simulate(assignment: Assignment, optimizer: str, micro_batches_held: int = 0) -> tuple[Program, Memory]:
-    """Lower an assignment and simulate its memory; ``micro_batches_held``: micro-batches in flight."""
+    """Lower and simulate an assignment; ``micro_batches_held``: micro-batches in flight."""
     program = lower_assignment(assignment)
     with record_conditions():  # memory at the example's lengths: these decisions bind no program
         memory = simulate_memory(program, optimizer)

@@ -63,7 +63,6 @@ def statement_name(part: Statement) -> str:
 
 
 def moment_text(s: Statement | None, phase: str) -> str:
-    """``phase`` of statement ``s`` in words."""
     if s is None:
         return "the optimizer's step" if phase == "step" else phase
     where = s.node.fqn if s.node is not None else ""
@@ -72,15 +71,11 @@ def moment_text(s: Statement | None, phase: str) -> str:
 
 
 def form_bytes(form: TensorSpec) -> int:
-    """Bytes of a contiguous tensor of this form."""
     return math.prod(form.shape) * form.dtype.itemsize
 
 
 def bucket_outcome(s: Statement, forms: Sequence[TensorSpec]) -> Outcome:
-    """A bucket of parameters: views of one buffer if gathered, else the parameters themselves.
-
-    ``forms``: of its results.
-    """
+    """A bucket of parameters: views of one buffer if gathered. ``forms``: of its results."""
     sizes = tuple(map(form_bytes, forms))
     each = tuple(ResultSpec(form, ~i) for i, form in enumerate(forms))
     if s.call.fn == "gather_parameters":
@@ -96,10 +91,7 @@ def outcome_by_rule(
     s: Statement, graph: Graph, form: Callable[[str], TensorSpec], gradient: Callable[[str], float | None]
 ) -> Outcome:
     """Outcome of a statement that cannot run without data: contiguous results, saved tensors by
-    rule.
-
-    ``gradient``: bytes of an operand's gradient, None if it has none.
-    """
+    rule. ``gradient``: bytes of an operand's gradient, None if it has none."""
     operands = tuple(dict.fromkeys(reads(s)))
     forms = [None if o == "_" else form(o) for o in s.outputs]
     sizes = [0 if f is None else form_bytes(f) for f in forms]
@@ -163,9 +155,8 @@ def bytes_of_prefetch(
     program: Program, again: Set[str], size: Callable[[Statement], float]
 ) -> dict[str, PrefetchBytes]:
     """First result of each gathered bucket → bytes in prefetch then, in the last micro-batch.
-
-    ``again``: local names that the backward gathers again; ``size``: unsharded bytes of a bucket.
-    """
+    ``again``: local names gathered again in the backward; ``size``: unsharded bytes of a
+    bucket."""
     depth = prefetch_depth(program)
     shares = program.graph.passes > 1
     buckets = [s for s in program.statements if s.call.fn == "gather_parameters"]

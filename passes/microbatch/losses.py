@@ -18,11 +18,9 @@ from autoshard.passes.rules.families.loss import CLASSES_LAST, OF_LINEAR, class_
 
 
 def loss_output(graph: Graph, asked: str) -> tuple[int, dict[int, str]]:
-    """The flat position of the loss; positions and names of other scalars with a gradient.
-
-    The loss is the scalar named "loss", else the first. Raises :class:`PlanError` if there is none;
-    ``asked``: the option that needs it, for the message.
-    """
+    """The flat position of the loss (the scalar named "loss", else the first); positions and names
+    of other scalars with a gradient. Raises :class:`PlanError` if there is none; ``asked``: the
+    option that needs it."""
     outputs = enumerate((graph.types[o.name] if isinstance(o, Ref) else None) for o in graph.outputs)
     found = [i for i, type_ in outputs if type_ is not None and type_.grad and not type_.shape]
     if not found:
@@ -154,10 +152,8 @@ def node_location(node: Node | None) -> str:
 
 
 def _copy_target(build: NodeBuilder, value: str, whole: dict[str, str], free: Collection[str]) -> None:
-    """Copy the ops that make ``value``, unsharded for the count besides the loss's chunk.
-
-    Only ops of inputs alone (``free``) are copied; of other values a micro-batch takes its chunk.
-    """
+    """Copy the ops that make ``value``, unsharded for the count besides the loss's chunk: ops of
+    inputs alone (``free``); of other values a micro-batch takes its chunk."""
     node = build.graph.producers.get(value)
     if node is None or value in whole or node.name not in free:
         return

@@ -63,11 +63,9 @@ class MicroBatches:
 
 def micro_batched(graph: Graph, count: int, asked: Mapping[str, Placement] | None = None) -> tuple[Graph, MicroBatches]:
     """The exact graph of one of ``count`` micro-batches: the losses sum to the full batch's.
-
-    ``asked``: placement per input from hints; for other inputs the rules find the batch dim. Raises
-    :class:`PlanError` for an op that needs the full batch (batch norm), for training without a
-    scalar loss, and for inference in which every micro-batch would repeat the work.
-    """
+    ``asked``: placement per input from hints, else the rules find the batch dim. Raises
+    :class:`PlanError` for an op that needs the full batch (batch norm), training without a
+    scalar loss, and inference in which every micro-batch would repeat the work."""
     _check_separable(graph, count)
     loss, others = loss_output(graph, _request_text(count)) if graph.training else (None, {})
     if count == 1:
@@ -90,11 +88,8 @@ def micro_batched(graph: Graph, count: int, asked: Mapping[str, Placement] | Non
 
 
 def hoist_loop_invariant(graph: Graph) -> tuple[Graph, Graph | None]:
-    """Hoist ops of inputs alone, such as masks, out of the micro-batches.
-
-    Returns ``graph`` with their results as inputs, and the graph of these ops, or None. They run
-    once on the full batch, and micro-batches slice their results.
-    """
+    """Hoist ops of inputs alone, such as masks, out of the micro-batches: ``graph`` with their
+    results as inputs, and their graph or None, which runs once on the full batch."""
     # A constant scalar stays: each micro-batch adds its share to the loss.
     numbers = {n.name for n in graph.nodes if not n.inputs and all(not graph.types[o].shape for o in n.outputs)}
     free = duplicable_nodes(graph) - numbers
@@ -133,10 +128,8 @@ def one_micro_batch(
     graph: Graph, count: int, always: bool = False, cuts: Mapping[str, Placement] | None = None
 ) -> tuple[Graph, MicroBatches | None]:
     """The graph of one of ``count`` micro-batches; ``graph`` itself if it is not divided.
-
-    ``always``: also for one micro-batch, and for calls without a backward where possible.
-    ``cuts``: as ``asked`` of :func:`micro_batched`, which raises :class:`PlanError`.
-    """
+    ``always``: also for one, and without a backward where possible. ``cuts``: ``asked`` of
+    :func:`micro_batched`."""
     several = count > 1 or always if graph.training else count > 1 and always
     if not several:
         return graph, None
@@ -190,10 +183,8 @@ def _check_separable(graph: Graph, count: int) -> None:
 
 
 def _checked_separation(graph: Graph, count: int, asked: Mapping[str, Placement]) -> Separation:
-    """The separation, checked: micro-batches may not each run the model on the full batch.
-
-    With a backward, work on inputs of other lengths (class names) may be repeated.
-    """
+    """The separation, checked: micro-batches may not each run the model on the full batch. With a
+    backward, work on inputs of other lengths (class names) may be repeated."""
     found = separation(graph, count, asked)
     work = {n.name: node_flops(n, graph) for n in graph.nodes}
     of_batch = _batch_operations(graph, found, asked) if graph.training else work.keys()

@@ -80,7 +80,6 @@ def _is_by_sample(node: Node, graph: Graph) -> bool:
 
 
 def _is_sample_range(numbers: Ref, samples: int, graph: Graph) -> bool:
-    """Whether ``numbers`` is arange(samples)."""
     node = graph.producers.get(behind(numbers, _COLUMN_OPS, graph).name)
     if node is None or node.op not in _ARANGE_ARGUMENTS:
         return False

@@ -1,9 +1,6 @@
-"""The divided dim of every value: rules along a mesh axis whose ranks run one after another.
-
-Nothing is sent along the micro-batch axis. A sharded value stays sharded, a replicated one is
-recomputed in every micro-batch, and partial sums are summed at the outputs only. An op that needs
-all micro-batches in between has no strategy.
-"""
+"""The divided dim of every value: rules along a mesh axis whose ranks run one after another and
+send nothing. A replicated value is recomputed in every micro-batch, partial sums are summed at
+the outputs only, and an op that needs all micro-batches in between has no strategy."""
 
 from __future__ import annotations
 
@@ -57,9 +54,7 @@ class Separation:
 
 def separation(graph: Graph, count: int, asked: Mapping[str, Placement]) -> Separation:
     """Divide ``graph`` into ``count`` micro-batches. ``asked``: input → placement from hints.
-
-    Raises :class:`PlanError` that names the op which needs the full batch.
-    """
+    Raises :class:`PlanError` that names the op which needs the full batch."""
     network = _SeparationNetwork(graph, Mesh({MICRO_BATCH: count}), asked)
     network.build()
     return network.solved()
@@ -250,10 +245,7 @@ class _SeparationNetwork:
         return nodes[bisect.bisect(range(1, len(nodes)), False, key=lambda n: self._divided(n) is None)]
 
     def _divided(self, number: int, ends: Sequence[str] = ()) -> dict[str, Any] | None:
-        """States in which the first ``number`` ops repeat no work for the full batch, or None.
-
-        ``ends``: variables of written buffers that count, too.
-        """
+        """States in which the first ``number`` ops (and ``ends``) repeat no work, or None."""
         types = self.graph.types
         costs = {v: cost for v, cost in self.costs.items() if v.startswith("input:") or v in ends}
         for node in self.graph.nodes[:number]:

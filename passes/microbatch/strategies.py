@@ -1,9 +1,6 @@
-"""Strategies of the micro-batch axis beyond the rules: added constants, concatenated batches.
-
-An added constant is divided among the micro-batches. Where a model concatenates several inputs
-(siamese networks, ``net(cat([a, b]))``), a micro-batch takes its chunk of each:
-:class:`~autoshard.layout.Grouped` along the concatenated dim.
-"""
+"""Strategies of the micro-batch axis beyond the rules. An added constant is divided among the
+micro-batches. Of concatenated inputs (siamese networks, ``net(cat([a, b]))``) a micro-batch
+takes its chunk of each: :class:`~autoshard.layout.Grouped`."""
 
 from __future__ import annotations
 
@@ -29,10 +26,7 @@ ADDITIONS = frozenset(
 
 
 def partial_with_constant(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    """The strategy of tensor + constant on partial sums; run it with :func:`with_constant_share`.
-
-    None for other ops, nor for integers, which have no shares.
-    """
+    """The strategy of tensor + constant on partial sums, or None: integers have no shares."""
     if node.op not in ADDITIONS or len(node.inputs) != 1 or isinstance(node.argument("other"), Ref):
         return ()
     operand, result = (graph.types[name].dtype for name in node.values)
@@ -42,7 +36,6 @@ def partial_with_constant(node: Node, graph: Graph) -> tuple[Strategy, ...]:
 
 
 def with_constant_share(node: Node, count: int) -> Node:
-    """``node`` with its constant divided by ``count``."""
     args, kwargs = node.with_arguments(other=node.argument("other") / count)
     return replace(node, args=args, kwargs=kwargs)
 
@@ -89,11 +82,9 @@ def _slice_as_split(node: Node, graph: Graph, joins: set[DimSegments]) -> Node:
 def concat_strategies(
     found: Sequence[Strategy], node: Node, graph: Graph, count: int, joined: Mapping[str, DimSegments]
 ) -> Iterator[Strategy]:
-    """Strategies along concatenated dims: ``node`` makes one, keeps it, or splits it.
-
-    ``found``: strategies without communication for a plain dim; ``joined``: the operands' dims.
-    Random ops are excluded: they draw in the order of the full batch.
-    """
+    """Strategies along concatenated dims: ``node`` makes one, keeps it, or splits it. ``found``:
+    strategies without communication for a plain dim; ``joined``: the operands' dims. Not for
+    random ops, which draw in the order of the full batch."""
     if (parts := concat_parts(node, graph)) is not None:
         dim, size = parts[0], math.gcd(*(shape[parts[0]] for shape in graph.shapes(node.inputs)))
         if size % count == 0:

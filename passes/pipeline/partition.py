@@ -91,10 +91,7 @@ class BoundarySearch:
     """seconds of the host per action"""
 
     def best(self) -> Boundaries:
-        """The boundaries with the least seconds by formula.
-
-        Raises :class:`PlanError` for fewer segments than stages, or if no cut fits the budget.
-        """
+        """The boundaries with the least seconds by formula; :class:`PlanError` if nothing fits."""
         if self.stages > len(self.pieces):
             raise PlanError(
                 f"{self.stages} stages were asked for, but the graph can be split into {len(self.pieces)} "
@@ -111,13 +108,11 @@ class BoundarySearch:
         return Boundaries(ends, total, stages)
 
     def shortest(self) -> Boundaries:
-        """The boundaries with the shortest simulated step.
-
-        The formula is an upper bound, some percent too high for unequal stages. One stage per rank:
-        simulate cuts in order of their lower bound :meth:`_floor`, until it exceeds the best step
-        or ``OUTER_LIMITS.simulated_cuts`` are done. Several: simulate all cuts if they are few, else those of
-        :meth:`_balanced_cuts`, then move one boundary at a time (``OUTER_LIMITS.boundary_moves``).
-        """
+        """The boundaries with the shortest simulated step; the formula is some percent too high for
+        unequal stages. One stage per rank: simulate cuts in order of :meth:`_floor` until it
+        exceeds the best step (or ``OUTER_LIMITS.simulated_cuts``). Several: simulate all cuts,
+        or :meth:`_balanced_cuts`, then move one boundary at a time
+        (``OUTER_LIMITS.boundary_moves``)."""
         left = OUTER_LIMITS.simulated_cuts if self.chunks == 1 else OUTER_LIMITS.boundary_moves
         step, found = math.inf, tuple[int, ...]()
         rest = self._floors_from() if self.chunks == 1 else []
@@ -196,22 +191,18 @@ class BoundarySearch:
                 heappush(waiting, (float(floors[end]), -stage, (*ends, int(end))))
 
     def _floor(self, stage: int, first: int | slice = slice(None)) -> Array:
-        """Lower bound in seconds of a step whose ``stage`` starts at segment ``first``.
-
-        float64 [segments + 1] by its end; for all ``first`` [segments + 1, segments + 1]. The first
-        rank ends last, unless a split backward fills its gaps, and then runs its updates.
-        """
+        """Lower bound in seconds, by end float64 [segments + 1], of a step whose ``stage`` starts
+        at segment ``first`` (None: for all). The first rank ends last, unless a split backward
+        fills its gaps, then updates."""
         once = np.concatenate([[0.0], np.cumsum([p.once for p in self.pieces])])
         own = once - once[first, None] if stage == 0 or self.schedule == "zero_bubble" else once[1]
         return self._floor_of_batches(stage, first) + own
 
     def _floor_of_batches(self, stage: int, first: int | slice) -> Array:
-        """The part of :meth:`_floor` up to the end of all micro-batches.
-
-        The first micro-batch passes the stages ahead before this stage's work, the last passes them
-        after it. The stage also waits for those behind it: without a backward and in GPipe for all
-        their work, in 1F1B twice, less the forwards or backwards that it may run meanwhile.
-        """
+        """The part of :meth:`_floor` up to the end of all micro-batches: the first passes the
+        stages ahead before this stage's work, the last passes them after it. The stage also
+        waits for those behind it: without a backward and in GPipe for all their work, in 1F1B
+        twice, less what it may run meanwhile."""
         forward, work = self._work_before
         send, back = self._messages
         ahead = forward - forward[first, None] + send[first, None]
@@ -261,11 +252,8 @@ class BoundarySearch:
 
     @cached_property
     def span_seconds(self) -> tuple[Array, ...]:
-        """Per stage float64 [segments + 1, segments + 1]: seconds on segments from row to column.
-
-        inf if there are none or they do not fit. Stages with equal micro-batches in flight share
-        one.
-        """
+        """Per stage float64 [segments + 1, segments + 1]: seconds on segments from row to column,
+        inf if none or too large. Stages with equal micro-batches in flight share one."""
         known: dict[int, Array] = {}
         for n in self.flying:
             if n not in known:
@@ -311,10 +299,8 @@ class BoundarySearch:
         return found
 
     def _least_sum_cut(self, bound: float, later: float | None = None) -> tuple[float, tuple[int, ...]] | None:
-        """The least sum of ``t_i`` ≤ ``bound``, and the stages' ends.
-
-        ``later``: another bound for stages that are not the first of their rank.
-        """
+        """The least sum of ``t_i`` ≤ ``bound`` (``later``: of later stages of a rank), and the
+        ends."""
         best = np.full(len(self.pieces) + 1, np.inf)
         best[0] = 0.0
         chosen = []
@@ -331,11 +317,8 @@ class BoundarySearch:
         return float(best[-1]), tuple(reversed(ends))
 
     def _balanced_cuts(self) -> list[tuple[int, ...]]:
-        """Cuts whose ranks have smaller, or larger, later stages than first ones: ends of each.
-
-        One bound for all is too coarse: if some stage has three layers all may, and a rank six
-        where five suffice.
-        """
+        """Cuts (ends) whose ranks have smaller, or larger, later stages than first ones: with one
+        bound for all, a rank may get six layers where five suffice."""
         span_seconds = np.unique(
             np.concatenate([t[np.isfinite(t)] for t in {id(t): t for t in self.span_seconds}.values()])
         )

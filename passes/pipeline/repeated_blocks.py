@@ -1,7 +1,5 @@
 """A graph without its repeated blocks: quick to plan for many meshes.
-
-The smaller graph computes something else, but its ops cost as much as in the blocks left out.
-"""
+The smaller graph computes something else, but its ops cost as much as in the blocks left out."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ class DeduplicatedBlocks:
 
     def sequence(self, graph: Graph) -> tuple[tuple[tuple[Node, ...], ...], tuple[int, ...]]:
         """Rows of nodes, of a block or between two; the order of rows that makes the full graph.
-
-        ``graph``: this one, or that of one of its micro-batches.
-        """
+        ``graph``: this one, or that of one of its micro-batches."""
         rows = _consecutive_blocks(graph.nodes)
         where: dict[str, list[int]] = {}
         for number, (path, _) in enumerate(rows):
@@ -46,7 +42,7 @@ class DeduplicatedBlocks:
 
 
 def without_repeated_blocks(graph: Graph) -> DeduplicatedBlocks:
-    """``graph`` with :data:`KEPT_BLOCKS` of equal consecutive blocks (outermost numbered modules)."""
+    """``graph`` with :data:`KEPT_BLOCKS` of equal consecutive blocks (numbered modules)."""
     parts = _consecutive_blocks(node for node in graph.nodes if block_path(node.fqn))
     forms = [_block_signature(graph, nodes) for _, nodes in parts]
     stand: list[str] = []

@@ -1,13 +1,9 @@
-"""Pipeline schedules: order of actions per rank, simulated timeline, bubble, split backward.
-
-The orders are those of :mod:`torch.distributed.pipelining`, which runs them. Stage ``s`` of
-``ranks · chunks`` lies on rank ``s % ranks``. The letters are torch's: F forward, B backward, and
-where a schedule splits the backward, I for the gradients of the inputs and W for those of the
-weights.
-
+"""Pipeline schedules: order of actions per rank, simulated timeline, bubble, split backward. Orders
+are those of :mod:`torch.distributed.pipelining`, which runs them: stage ``s`` lies on rank ``s %
+ranks``; F forward, B backward, or, where it is split, I (gradients of inputs) and W (of
+weights).
 Sources: GPipe (Huang et al. 2019), 1F1B (Narayanan et al., PipeDream 2019), interleaved (Narayanan
-et al. 2021), zero bubble (Qi et al. 2023, ZB-H1).
-"""
+et al. 2021), zero bubble (Qi et al. 2023, ZB-H1)."""
 
 from __future__ import annotations
 
@@ -74,7 +70,6 @@ class StageSeconds:
 
     @property
     def work(self) -> float:
-        """Seconds of forward and backward."""
         return self.forward + self.backward
 
 
@@ -128,10 +123,8 @@ class Timeline:
 
 
 def rank_orders(schedule: str, ranks: int, batches: int, chunks: int = 1, training: bool = True) -> Orders:
-    """Per rank its actions in order. ``chunks``: stages per rank, above 1 if interleaved.
-
-    Without ``training`` there is no backward. Raises :class:`PlanError` for an impossible schedule.
-    """
+    """Per rank its actions in order; no backward without ``training``. ``chunks``: stages per rank,
+    above 1 if interleaved. Raises :class:`PlanError` for an impossible schedule."""
     if reason := schedule_refusal(schedule, ranks, batches, chunks, training):
         raise PlanError(reason)
     return _orders(schedule, ranks, batches, chunks, training)
@@ -211,10 +204,8 @@ def max_in_flight(order: Sequence[Action]) -> int:
 
 
 def peak_kept(order: Sequence[Action], kept: Sequence[float]) -> float:
-    """Peak of what a rank keeps for the backward; ``kept``: per stage, of one micro-batch.
-
-    Kept from F until the backward ends, which is W if it is split.
-    """
+    """Peak of what a rank keeps from F to the backward's end; ``kept``: per stage and
+    micro-batch."""
     now = most = 0.0
     last = "W" if any(a.kind == "W" for a in order) else "B"
     for action in order:
@@ -227,13 +218,11 @@ def peak_kept(order: Sequence[Action], kept: Sequence[float]) -> float:
 
 
 def simulate_timeline(orders: Orders, stages: Sequence[StageSeconds], paces: Sequence[float] = ()) -> Timeline:
-    """Simulate a step: each rank runs its actions in order, each as soon as its input is there.
-
-    A message starts when it is made and its idle receiver waits: torch's schedules post receives
-    then. ``paces``: speed of ranks that share processors while 1, 2, … of them work, relative to
-    ``stages``. A message then also costs work at both ends (:attr:`StageSeconds.carry`) and slows
-    others down. Raises :class:`ValueError` for an order that deadlocks.
-    """
+    """Simulate a step: each rank runs its actions in order, as soon as the input is there. A
+    message starts when it is made and its idle receiver waits, as in torch's schedules.
+    ``paces``: speed of ranks that share processors while 1, 2, … work, relative to ``stages``; a
+    message then costs work at both ends (:attr:`StageSeconds.carry`). Raises :class:`ValueError`
+    for an order that deadlocks."""
     steps, count = numbered_actions(orders, len(stages) - 1)
     shared, paces = bool(paces), paces or [1.0] * len(orders)
     done, waits = [0] * len(orders), [True] * len(orders)
@@ -313,10 +302,7 @@ class NumberedAction(NamedTuple):
 
 @lru_cache(maxsize=64)
 def numbered_actions(orders: Orders, last: int) -> tuple[tuple[tuple[NumberedAction, ...], ...], int]:
-    """Per rank its actions as numbers, and their count with one that never comes.
-
-    ``last``: the last stage.
-    """
+    """Per rank its actions as numbers, and their count with one that never comes."""
     numbers = {action: i for i, action in enumerate(a for order in orders for a in order)}
     never = len(numbers)
 

@@ -1,9 +1,6 @@
 """A graph as segments between possible stage boundaries: their costs, and the boundaries chosen.
-
-Costs are those of one micro-batch on one rank of the rest of the mesh, as if work, messages and
-state were spread evenly. Collectives of a stage's plan are not included: they are alike in equal
-blocks and move no boundary.
-"""
+Costs are of one micro-batch on one rank of the rest of the mesh, spread evenly, without a stage
+plan's collectives, which are alike in equal blocks."""
 
 from __future__ import annotations
 
@@ -39,10 +36,8 @@ FREE_MESSAGE_SECONDS = 1e-5
 
 @dataclass(frozen=True)
 class SegmentedGraph:
-    """``graph`` of one micro-batch on ``mesh`` without the axis of stages.
-
-    ``route``: links between the ranks of two stages; ``optimizer`` determines state.
-    """
+    """``graph`` of one micro-batch on ``mesh`` without the axis of stages, which ``route``
+    links."""
 
     graph: Graph
     mesh: Mesh
@@ -70,10 +65,8 @@ class SegmentedGraph:
 
     @cached_property
     def block_ends(self) -> tuple[int, ...]:
-        """Those of :attr:`places` between numbered modules (layers), and before and behind all.
-
-        Between two modules: the place with the smallest messages.
-        """
+        """Those of :attr:`places` before and behind all numbered modules (layers), and between two
+        the one with the smallest messages."""
         paths = [block_path(n.fqn) for n in self.graph.nodes]
         found, nodes = list[int](), self.graph.nodes
         last, since = None, 0
@@ -92,7 +85,6 @@ class SegmentedGraph:
         return min(range(first, max(first, last) + 1), key=lambda p: self.crossing[0][p])
 
     def between(self, places: Sequence[int]) -> list[GraphSegment]:
-        """The segments between cuts at ``places``."""
         sent, back = self.crossing
         ends = (0, *places, len(self.graph.nodes))
         return [self._piece(first, end, sent, back) for first, end in itertools.pairwise(ends)]
@@ -261,10 +253,8 @@ class SegmentedGraph:
 
 
 def weight_preparation(graph: Graph) -> frozenset[int]:
-    """Positions between an op on weights alone (a cast) and its first reader in the module.
-
-    A cut there would separate weights that calls in another state read together.
-    """
+    """Positions between an op on weights alone (a cast) and its first reader in the module: a cut
+    there would separate weights that calls in another state read together."""
     weights, place, found = (
         values_made_of(graph, graph.parameters),
         {n.name: i for i, n in enumerate(graph.nodes)},
@@ -280,11 +270,8 @@ def weight_preparation(graph: Graph) -> frozenset[int]:
 def stage_boundaries(
     pieces: SegmentedGraph, schedule: str, ranks: int, batches: int, chunks: int = 1, budget: float = math.inf
 ) -> tuple[int, ...]:
-    """Positions in the graph's nodes before which stages begin, for the shortest step.
-
-    ``ranks`` · ``chunks`` stages, ``budget`` bytes per rank. Raises :class:`PlanError` for too few
-    ops.
-    """
+    """Positions in the graph's nodes before which stages begin, for the shortest step. ``budget``:
+    bytes per rank. Raises :class:`PlanError` for too few ops."""
     graph, count = pieces.graph, ranks * chunks
     if count == 1:
         return ()
@@ -315,11 +302,8 @@ def stage_boundaries(
 
 
 def stages_per_rank(pieces: SegmentedGraph, schedule: str, ranks: int, batches: int, budget: float = math.inf) -> int:
-    """The number of stages per rank with the shortest interleaved step: 2 to ``OUTER_LIMITS.max_chunks``.
-
-    More stages shorten the bubble and send more messages; ties go to fewer. 2 if none fits
-    ``budget``.
-    """
+    """The number of stages per rank (2 to ``OUTER_LIMITS.max_chunks``) with the shortest
+    interleaved step; ties go to fewer. 2 if none fits ``budget``."""
     parts, steps = (
         pieces.between(pieces.block_ends),
         Candidates[tuple[int, float]](lambda found: found[1], OUTER_LIMITS.least_step_gain),
@@ -332,11 +316,9 @@ def stages_per_rank(pieces: SegmentedGraph, schedule: str, ranks: int, batches: 
 
 
 def boundaries_from_homes(pieces: SegmentedGraph, homes: Mapping[str, tuple[int, ...]], count: int) -> tuple[int, ...]:
-    """Boundaries of another graph of the same model that keep parameters in their stages ``homes``.
-
-    Raises :class:`PlanError` if ops read the stages' parameters in another order, or write one that
-    several stages hold.
-    """
+    """Boundaries of another graph of the model that keep parameters in their stages ``homes``.
+    Raises :class:`PlanError` if ops read these in another order, or write one of several
+    stages."""
     graph, duplicable = pieces.graph, pieces.duplicable
     for fqn in graph.mutations:
         if len(held := homes.get(fqn, ())) > 1:
@@ -369,11 +351,8 @@ def boundaries_from_homes(pieces: SegmentedGraph, homes: Mapping[str, tuple[int,
 
 
 def with_trained_parameters(graph: Graph, cuts: Sequence[int]) -> tuple[int, ...]:
-    """``cuts`` moved forward where a stage would train nothing: optimizers refuse to be empty.
-
-    Without a backward: where it has no parameter of its own, by which later calls find their
-    stages; a tied head does not count.
-    """
+    """``cuts`` moved forward where a stage would train nothing (optimizers refuse to be empty) or,
+    without a backward, has no parameter of its own, by which later calls find their stages."""
     parameters = [i.name for i in graph.of_kind("parameter")]
     trained = {n for n in parameters if (graph.types[n].grad if graph.training else len(graph.uses[n]) == 1)}
     reads = [place for place, node in enumerate(graph.nodes) if any(name in trained for name in node.inputs)]

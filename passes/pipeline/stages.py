@@ -1,9 +1,6 @@
-"""Pipeline stages: a graph cut into contiguous parts in topological order.
-
-A stage sends to its neighbours only: a value for a later stage passes through those between. Values
-of inputs alone (masks, positions, rotary tables) are recomputed by every stage that reads them
-where that is faster than to send them.
-"""
+"""Pipeline stages: a graph cut into contiguous parts in topological order. Values pass through the
+stages between maker and reader; those of inputs alone (masks, rotary tables) are recomputed
+where faster."""
 
 from __future__ import annotations
 
@@ -19,11 +16,8 @@ from autoshard.passes.pipeline.segments import SegmentedGraph
 
 @dataclass(frozen=True)
 class Stage:
-    """A contiguous part of a graph, as a graph.
-
-    Inputs: the parameters, buffers, constants and user inputs that it reads, then ``received``.
-    Outputs: ``sent``, then the model's outputs at ``results``.
-    """
+    """A contiguous part of a graph, as a graph. Inputs: what it reads of the full graph's, then
+    ``received``; outputs: ``sent``, then the model's outputs at ``results``."""
 
     number: int
     graph: Graph
@@ -69,11 +63,8 @@ class Stages:
 
     @cached_property
     def homes(self) -> Mapping[str, tuple[int, ...]]:
-        """Original name of a parameter or buffer → the stages that hold it.
-
-        One that no stage reads (counters in evaluation) stays with its module, where other calls
-        read it.
-        """
+        """Original name of a parameter or buffer → the stages that hold it. One that no stage reads
+        (counters in evaluation) stays with its module."""
         found: dict[str, tuple[int, ...]] = {i.fqn: () for i in self.whole.of_kind("parameter", "buffer")}
         for stage in self.each:
             for fqn in stage.held:
@@ -116,11 +107,9 @@ def _module_stage(fqn: str, read: Sequence[str], stages: Mapping[str, tuple[int,
 def cut_into_stages(
     pieces: SegmentedGraph, boundaries: Sequence[int], loss: int | None = None, idle: bool = False
 ) -> Stages:
-    """The graph of ``pieces`` cut before the nodes at ``boundaries`` (ascending positions).
-
-    ``loss``: flat output that the last stage must return. ``idle``: stages may be empty. Raises
-    :class:`PlanError` for an empty stage otherwise, and for a value that cannot be sent.
-    """
+    """The graph of ``pieces`` cut before the nodes at ``boundaries`` (ascending). ``loss``: flat
+    output of the last stage. Raises :class:`PlanError` for an empty stage unless ``idle``, and
+    for a value that cannot be sent."""
     return _StageCutter(pieces, boundaries, loss, idle).run()
 
 
@@ -163,7 +152,6 @@ class _StageCutter:
         return found
 
     def run(self) -> Stages:
-        """The stages."""
         for k in range(self.last + 1):
             if not self.idle and all(n in self.duplicated for n, home in self.home.items() if home == k):
                 raise PlanError(

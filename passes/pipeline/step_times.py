@@ -1,8 +1,5 @@
-"""Step times of many stage cuts at once, and a lower bound for all; no shared processors.
-
-An action ends its own seconds after the last of what it waits for: a step is the longest path.
-:func:`~autoshard.passes.pipeline.schedules.simulate_timeline` gives one cut's timeline.
-"""
+"""Step times of many stage cuts at once, and a lower bound for all; no shared processors. An action
+ends its own seconds after the last of what it waits for: a step is the longest path."""
 
 from __future__ import annotations
 
@@ -23,10 +20,7 @@ SOLVER_TOLERANCE = 1e-6
 
 
 def cut_step_seconds(orders: Orders, cuts: Sequence[Sequence[StageSeconds]]) -> Array:
-    """float64 [cuts]: seconds of the step of each cut, from the seconds of its stages.
-
-    Raises :class:`ValueError` for an order that deadlocks.
-    """
+    """float64 [cuts]: seconds of each cut's step; :class:`ValueError` for a deadlock."""
     last = len(cuts[0]) - 1
     kinds = sorted({a.kind for order in orders for a in order})
     adds = {
@@ -52,10 +46,8 @@ def _action_seconds(cut: Sequence[StageSeconds], kind: str, stage: int) -> float
 
 @lru_cache(maxsize=4)
 def _in_turn(orders: Orders, last: int) -> tuple[tuple[int, tuple[str, int], int, int], ...]:
-    """All actions in a feasible order, as (rank, (kind, stage), needed action, own number).
-
-    Numbers are -1 without a message to wait for, or without a receiver.
-    """
+    """All actions in a feasible order, as (rank, (kind, stage), needed action, own number); -1
+    without a message to wait for, or without a receiver."""
     steps, _ = numbered_actions(orders, last)
     found, done, made = list[tuple[int, tuple[str, int], int, int]](), [0] * len(orders), set[int]()
     waiting: dict[int, int] = {}
@@ -78,12 +70,9 @@ def _in_turn(orders: Orders, last: int) -> tuple[tuple[int, tuple[str, int], int
 
 
 def step_lower_bound(orders: Orders, stages: int, work: Mapping[str, float]) -> float:
-    """Lower bound in seconds of the step of any cut; ``work``: by kind, of one micro-batch.
-
-    From a first to a last action of a stage, a rank runs all its actions between. Other stages'
-    parts of these two micro-batches come before and after. The step is at least their sum. A linear
-    program distributes the work over the stages such that the largest sum is least.
-    """
+    """Lower bound in seconds of the step of any cut; ``work``: by kind, of one micro-batch. A step
+    is at least a rank's actions from a first to a last one, plus other stages' parts of these
+    two micro-batches. A linear program spreads the work such that the largest sum is least."""
     kinds = sorted({a.kind for order in orders for a in order})
     column = {(kind, s): i * stages + s for i, kind in enumerate(kinds) for s in range(stages)}
     rows = np.array(
@@ -140,7 +129,7 @@ def _path_coefficients(
 
 
 def _minimum_of_last(table: Array, low: Array, high: Array) -> float:
-    """Least value of the last of variables x ≥ 0 with low ≤ ``table`` x ≤ high, less SOLVER_TOLERANCE."""
+    """Least last of variables x ≥ 0 with low ≤ ``table`` x ≤ high, less SOLVER_TOLERANCE."""
     programme, columns = highspy.HighsLp(), table.shape[1]
     programme.num_row_, programme.num_col_ = table.shape
     programme.col_cost_ = np.eye(columns)[-1]

@@ -230,7 +230,6 @@ def _tag_block(
 
 
 def is_memory_view(node: Node) -> bool:
-    """Whether ``node`` is a view of its operand's memory."""
     return is_view(node.op)
 
 

@@ -1,5 +1,4 @@
 """Edges of the cost network: readers of a value, and seconds and bytes of its redistribution.
-
 :data:`EDGE_TERMS` names what adds seconds to an edge. The search asks for all states of both ends, the
 objective for one of each, and the alternatives for all of one operation."""
 
@@ -102,14 +101,12 @@ def conversion_parts(
     passes: int = 1,
 ) -> StepParts:
     """Seconds per pass to redistribute a value from each source (row) to each target (column).
-
-    ``stage``: ZeRO stage of a parameter, None for other values. 0 (FSDP): gathered again in the
-    backward. 1, 2: gathered once per step; gradients are reduced once per step (1) or in each of
-    ``passes`` (2). Sums over replicas happen once per step. ``movable``: see
-    :func:`~autoshard.passes.propagate.prices.overlap.movable_values`. ``share``: of message
-    latency (:func:`~autoshard.passes.propagate.prices.coalescing.latency_shares`). ``products``: for
-    collective matmul (:mod:`~autoshard.passes.propagate.prices.collective_matmul`).
-    """
+    ``stage``: ZeRO stage of a parameter, None for other values: 0 (FSDP) gathers again in the
+    backward; 1, 2 gather once per step and reduce gradients once per step (1) or in each of
+    ``passes`` (2). Sums over replicas happen once per step. ``movable``, ``share``,
+    ``products``: see :func:`~autoshard.passes.propagate.prices.overlap.movable_values`,
+    :func:`~autoshard.passes.propagate.prices.coalescing.latency_shares`,
+    :mod:`~autoshard.passes.propagate.prices.collective_matmul`."""
     ends, mesh = (type_, sources, targets), sources[0].mesh
     found = np.stack(link_matrices(sources, targets, *_moved(type_), share))
     ahead, back = copy_seconds(*ends, stage is not None, share)
@@ -177,10 +174,7 @@ def _gradient_sum_matrices(
 
 
 def as_parts(links: Sequence[np.ndarray] | np.ndarray, movable: bool) -> StepParts:
-    """Seconds (launches and copies, links in a node, links between nodes) as blocking or movable.
-
-    Launches and copies never overlap with compute.
-    """
+    """Seconds (launches and copies, links in a node, between nodes) as blocking or movable."""
     launches, node, network = links
     total = launches + node + network
     if not movable:
@@ -253,12 +247,10 @@ class EdgeTable:
 
     @property
     def parts(self) -> StepParts:
-        """The sum of all terms."""
         return sum_of_terms(self.terms)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the parts."""
         return int(self.rows.max()) + 1, int(self.columns.max()) + 1
 
 
@@ -330,7 +322,7 @@ def _coalesced_term(edge: PricedEdge) -> StepParts | None:
 
 
 def _again_term(edge: PricedEdge) -> StepParts | None:
-    """The redistribution repeated in the backward. For a recomputed operation it blocks; else the source is ready early."""
+    """The backward's repeated redistribution; it blocks for recomputed operations alone."""
     if edge.memory is None or not edge.memory.again.any():
         return None
     asked, found, shares = edge.link.asked, NO_SECONDS, edge.tables.shares
@@ -396,8 +388,7 @@ class EdgeTables:
         return NO_RING_PRODUCTS if shared else self.products.get(link.value, NO_RING_PRODUCTS)
 
     def of(self, link: ValueEdge, held: bool, micro_batches_held: int = 1) -> EdgeTable:
-        """The table of a link, with bytes if ``held``. ``micro_batches_held``: micro-batches in flight, which
-        multiply bytes of activations."""
+        """The table of a link, with bytes if ``held``, for ``micro_batches_held`` in flight."""
         edge, rows, columns = self._priced(link, held)
         mask = None if edge.link.mask is None else np.tile(edge.link.mask, edge.tags[1])
         found = ((name, term(edge)) for name, term in EDGE_TERMS.items())
@@ -409,7 +400,7 @@ class EdgeTables:
         return EdgeTable(terms, CompactMatrix(amounts, rows, columns) if amounts.any() else None, rows, columns)
 
     def _priced(self, link: ValueEdge, held: bool) -> tuple[PricedEdge, np.ndarray, np.ndarray]:
-        """``link`` reduced to choices that differ in price, and state → reduced state of both ends."""
+        """``link`` reduced to choices that differ in price; state → reduced state of both ends."""
         at = None if link.ways is None else link.ways.at
         given, above, _, rows = self._reduced(link.given, (link.given.holds,))
         asked, beside, first, columns = self._reduced(link.asked, (link.asked.saves, link.mask, at))
@@ -427,7 +418,7 @@ class EdgeTables:
     def _reduced(
         self, side: EdgeSide, marks: Sequence[np.ndarray | None]
     ) -> tuple[EdgeSide, np.ndarray, np.ndarray, np.ndarray]:
-        """(side of choices that differ in layout or marks, number of their layouts, these choices, state → reduced state)."""
+        """(side of choices that differ, number of layouts, these choices, state → reduced)."""
         numbers = self._layouts(side.placed)[1]
         first, where = joint_classes([numbers, *(mark.astype(np.int64) for mark in marks if mark is not None)])
         saves, holds = (None if mark is None else mark[first] for mark in (side.saves, side.holds))

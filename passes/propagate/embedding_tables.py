@@ -1,5 +1,4 @@
 """Embedding tables in the search: table-wise placement on owner ranks, and grouped look-ups.
-
 The search decides that a table has an owner; :func:`assign_owners` then balances tables over
 ranks. Look-ups in owned tables share one all-to-all (grouped look-ups): :class:`ExchangePricing`
 prices its latency and the optimizer's update of the busiest rank. :class:`GroupedOpSpaces` adds
@@ -38,11 +37,8 @@ OwnerAxes = tuple[str, ...]
 
 
 def assign_owners(assignment: Assignment, constraints: Mapping[str, Constraint | DimLimit]) -> Assignment:
-    """``assignment`` with owned tables balanced over ranks, largest first.
-
-    Rank 0 owns most bytes, so that its memory is the peak; not if hints or an earlier compilation
-    fix owners.
-    """
+    """``assignment`` with owned tables balanced over ranks, largest first and most bytes on rank 0,
+    so that its memory is the peak; not if hints or an earlier compilation fix owners."""
     fixed = {name for name, c in constraints.items() if isinstance(c, Constraint)}
     layouts, types, mesh = assignment.layouts, assignment.graph.types, assignment.mesh
     found = _expert_owners(assignment)
@@ -85,7 +81,6 @@ def _owned_shared_layouts(assignment: Assignment, found: Mapping[str, Layout]) -
 def _balanced_owners(
     tables: Mapping[str, TensorType], axes: OwnerAxes, layouts: Mapping[str, Layout], mesh: Mesh, fixed: Collection[str]
 ) -> dict[str, Layout]:
-    """Table → its layout, with an owner along ``axes``."""
     loads = {n: table_load(t) for n, t in tables.items()}
     ranks = mesh.size_of(axes)
     held = {n: _owner_index(layouts[n], axes, mesh) for n in tables if n in fixed}

@@ -1,5 +1,4 @@
 """Layouts that a value may have: candidates from its shape, hints, layouts of earlier programs.
-
 A hint is a pattern of names with a placement or a style; :func:`resolve_hints` turns hints into
 constraints on values."""
 
@@ -38,10 +37,8 @@ from autoshard.passes.rules.families.embedding import LOOKUP_OPS
 
 
 def free_buffers(graph: Graph, given: Collection[str], constraints: Collection[str]) -> frozenset[str]:
-    """Buffers kept between calls (KV cache) whose layout the search chooses; none of ``given``.
-
-    In training, where they are running statistics, only hinted ones.
-    """
+    """Buffers kept between calls (KV cache) whose layout the search chooses, except ``given``; in
+    training (running statistics) hinted ones."""
     buffers = {i.fqn for i in graph.of_kind("buffer")}
     states = {old for fqn, old in graph.states.items() if fqn in buffers and old not in given}
     return frozenset(n for n in states if not graph.training or n in constraints)
@@ -63,10 +60,8 @@ def fixed_placements(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
 
 
 def _owned_placements(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
-    """Table-wise placements: a table or an expert's matrix is owned along some axes.
-
-    Other axes replicate it, or shard a matrix evenly: ranks without rows derive shapes from that.
-    """
+    """Table-wise placements: a table or an expert's matrix is owned along some axes; others
+    replicate it, or shard a matrix evenly: ranks without rows derive shapes from that."""
     if not type_.tables:
         return ()
     whole = I if type_.grad else R
@@ -126,11 +121,8 @@ class Constraint:
     def allowed(
         self, states: Iterable[tuple[Placement, ...]], type_: TensorType, mesh: Mesh, whole: Placement | None = None
     ) -> tuple[tuple[Placement, ...], ...]:
-        """The ``states`` that meet the hint; else the one state that the hint spells out.
-
-        The latter has shards too small for a search. ``whole``: the replicated placement of this
-        value (None: R or I).
-        """
+        """The ``states`` that meet the hint; else its own one, whose shards are too small for a
+        search. ``whole``: the replicated placement of this value (None: R or I)."""
         result = dict.fromkeys(s for s in states if self.meets(s, mesh))
         if not result:  # shards too small for the search are still the user's request
             asked: dict[str, Placement | None] = {**dict(self.axes)} or {mesh.axes[-1]: self.anywhere}
@@ -147,7 +139,7 @@ class Constraint:
         return all(_placement_matches(p, state[mesh.index(axis)]) for axis, p in self.axes)
 
     def check(self, type_: TensorType, kind: str, reassigned: bool = False) -> None:
-        """Raise :class:`HintError` for an impossible hint. ``reassigned``: every call sets the buffer."""
+        """Raise :class:`HintError` for an impossible hint. ``reassigned``: calls set the buffer."""
         for axis, p in self.axes or ((None, self.anywhere),):
             where = f" on axis {axis!r}" if axis else ""
             if isinstance(p, Shard) and p.dim < 0:
@@ -173,20 +165,16 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class DimLimit:
-    """A named strategy's limit on a parameter: dims to shard per mesh axis (:data:`OWNER_DIM`: owned).
-
-    Empty: replicated; None: free. If sizes do not allow a dim, it is replicated along that axis.
-    """
+    """A named strategy's limit on a parameter: dims to shard per mesh axis (:data:`OWNER_DIM`:
+    owned), where sizes allow. Empty: replicated; None: free."""
 
     dims: tuple[frozenset[int] | None, ...]
 
     def allowed(
         self, states: Iterable[tuple[Placement, ...]], type_: TensorType, mesh: Mesh, whole: Placement | None = None
     ) -> tuple[tuple[Placement, ...], ...]:
-        """The ``states`` that meet the limit on the most axes that ask for a shard.
-
-        Of a vector also grouped placements: no other axis can shard it then.
-        """
+        """The ``states`` that meet the limit on the most axes that ask for a shard; of a vector
+        also grouped placements, as no other axis can shard it then."""
         found: dict[int, list[tuple[Placement, ...]]] = {}
         beside: list[tuple[Placement, ...]] = []
         for state in states:
@@ -217,14 +205,10 @@ def _resolved_placement(asked: Placement | None, type_: TensorType, whole: Place
 def resolve_hints(
     hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh, *, known: bool = False
 ) -> dict[str, Constraint]:
-    """Value name → constraint. A later hint on the same value replaces an earlier one.
-
-    ``known``: checked with an earlier program; patterns may match nothing here.
-
-    A pattern is matched with parameters and buffers, then inputs, then modules. On a module, a
-    style ("colwise", "rowwise", "replicate") is for its parameters, a placement for its output.
-    Raises :class:`HintError` if a pattern matches nothing, or a hint is invalid or impossible.
-    """
+    """Value name → constraint, of the last hint on it. Patterns match parameters and buffers, then
+    inputs, then modules: there a style ("colwise", "rowwise", "replicate") is for parameters, a
+    placement for the output. ``known``: checked with an earlier program; patterns may match
+    nothing here. Raises :class:`HintError`."""
     constraints: dict[str, Constraint] = {}
     for pattern, given in without_micro_batch_axis(hints, mesh).items():
         hint = (
@@ -250,11 +234,9 @@ def resolve_hints(
 def micro_batch_placements(
     hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh | None = None, *, known: bool = False
 ) -> dict[str, Placement]:
-    """Input name → the dim that micro-batches divide, from hints on axis ``"micro_batch"``.
-
-    ``known``: see :func:`resolve_hints`. Raises :class:`HintError` like it, for a pattern that names no
-    input, and if ``mesh`` has an axis of that name.
-    """
+    """Input name → the dim that micro-batches divide, from hints on axis ``"micro_batch"``. Raises
+    as :func:`resolve_hints`, for patterns that name no input, and if ``mesh`` has an axis of
+    that name."""
     given = {pattern: hint for pattern, hint in (hints or {}).items() if isinstance(hint, Mapping)}
     given = {pattern: {MICRO_BATCH: hint[MICRO_BATCH]} for pattern, hint in given.items() if MICRO_BATCH in hint}
     if given and mesh is not None and MICRO_BATCH in mesh.axes:
@@ -359,10 +341,8 @@ def _style_placement(hint: Any, value: Input, graph: Graph, module: str) -> Any:
 
 
 def _is_lookup_table(name: str, graph: Graph, module: str) -> bool:
-    """Whether rows of it, or of a value of its shape made from it alone, are looked up.
-
-    A tied table is what ``module`` reads it as.
-    """
+    """Whether rows of it, or of a value of its shape made from it alone, are looked up; a tied
+    table is what ``module`` reads it as."""
     made, shape = {name}, graph.types[name].shape
     if own := [node.op in LOOKUP_OPS and node.inputs[0] == name for node in graph.uses[name] if node.fqn == module]:
         return any(own)
@@ -375,7 +355,6 @@ def _is_lookup_table(name: str, graph: Graph, module: str) -> bool:
 
 
 def modules_of(graph: Graph) -> list[str]:
-    """Paths of all modules that run."""
     return list(dict.fromkeys(path for n in graph.nodes for path, _ in n.module_types if path))
 
 
@@ -424,10 +403,8 @@ def _unmatched_hint_text(pattern: str, graph: Graph) -> str:
 
 
 def fixed_parameters(parameters: Mapping[str, Layout], graph: Graph) -> dict[str, Constraint]:
-    """Constraints that keep parameters (by fqn) in the layouts of an earlier compilation.
-
-    Raises :class:`PlanError` if an owned or grouped parameter is read in a way that cannot use it.
-    """
+    """Constraints that keep parameters (by fqn) in an earlier compilation's layouts. Raises
+    :class:`PlanError` if an owned or grouped one is read in a way that cannot use it."""
     found = {}
     for value in graph.inputs:
         if value.kind == "parameter" and value.fqn in parameters:
@@ -450,10 +427,8 @@ def fixed_parameters(parameters: Mapping[str, Layout], graph: Graph) -> dict[str
 
 
 def given_input_layouts(layouts: Sequence[Layout | None], graph: Graph) -> dict[str, Layout]:
-    """Layouts of arriving inputs by name. ``layouts``: per leaf of arguments; None: replicated.
-
-    A dim whose length is read (dynamic) is replicated whatever its layout.
-    """
+    """Layouts of arriving inputs by name; dims of dynamic length are replicated. ``layouts``: per
+    leaf of arguments; None: replicated."""
     given = {n: x for n, x in zip(graph.flat_inputs, layouts, strict=False) if n is not None and x is not None}
     read = {(s.value, axis) for s in graph.symbols.read if s.value in given for axis in given[s.value].axes_of(s.dim)}
     return {

@@ -1,11 +1,9 @@
 """Liveness: live memory at each moment of a step, as a linear sum over choices of the network.
-
 While operation t runs, forward or backward, live bytes are: parameters, optimizer state and the
 gradients of parameters read later; saved tensors of operations up to t; values (or gradients) made
 before t and read later; values recomputed together with t; workspace of t with conversions of its
 operands; outputs. This approximates the simulation, which knows every storage. Peak memory is the
-largest of these sums; a weighted mean of them is again linear, and no larger.
-"""
+largest of these sums; a weighted mean of them is again linear, and no larger."""
 
 from __future__ import annotations
 
@@ -68,8 +66,8 @@ class LiveMemory:
         self.known: dict[Hashable, Any] = {}
 
     def weights(self, powers: FloatArray) -> FloatArray:
-        """Weights exp(``powers``), normalized, of moments [operations + 1], optimizer's step last.
-        Equal layers share one weight."""
+        """Weights exp(``powers``), normalized, of moments [operations + 1]; equal layers share
+        one."""
         operations = {self.at[i]: label for i, label in enumerate(self.labels) if self.names[i].startswith("node:")}
         sizes = Counter(operations.values())
         many = [sizes[operations[at]] for at in range(len(self.place))]

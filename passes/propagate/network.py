@@ -62,11 +62,9 @@ def _block_kind(block: str) -> str:
 
 
 def repetition_labels(graph: Graph, variables: Iterable[str]) -> tuple[Hashable | None, ...]:
-    """Per variable its place in its block, without the block's number; None: outside all blocks.
-
-    Place of an operation: how many precede it in its block; of a parameter: its name there. Blocks
-    of equal labels may differ; the search compares their tables.
-    """
+    """Per variable its place in its block, without the block's number; None: outside all blocks. Of
+    an operation: how many precede it; of a parameter: its name. Blocks of equal labels may
+    differ."""
     places: dict[str, Hashable] = {}
     counts: Counter[str] = Counter()
     for node in graph.nodes:
@@ -109,7 +107,6 @@ class NetworkVariable:
 
     @property
     def parts(self) -> StepParts:
-        """The sum of all terms."""
         return sum_of_terms(self.terms)
 
     @property
@@ -133,7 +130,7 @@ class BuiltNetwork:
 
     @property
     def least_kept(self) -> tuple[LinearRow, LinearRow]:
-        """``kept`` without workspace: operations after the last block hold theirs one after another."""
+        """``kept`` without workspace: operations after the last block hold theirs in turn."""
         return replace(self.kept[0], nodes=self.saved), self.kept[1]
 
 
@@ -448,7 +445,7 @@ class LayoutNetwork:
         return self.known[key]
 
     def _output_states(self, number: int, name: str) -> tuple[Placements, ...]:
-        """Layouts of an output, the wanted one if possible. Scalars are replicated; no partial sums."""
+        """Layouts of an output, the wanted one if possible; scalars replicated, no sums."""
         type_, asked = self.graph.types[name], self.given.get(f"out:{number}")
         states = candidate_placements(type_, self.mesh, replicated=I if type_.grad else R)
         if self.spaces.asked and name in self.graph.producers:

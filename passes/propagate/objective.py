@@ -1,5 +1,4 @@
 """The objective: predicted seconds of a step for an assignment, and the cost of other strategies.
-
 Both are the terms of the search's cost network at a choice. :class:`ChosenNetwork` is the network of
 one assignment, with one state per variable, and :func:`objective` the sum of its terms.
 :func:`alternatives` lets one operation have all its strategies, and lists runner-up strategies with
@@ -89,7 +88,6 @@ class ChosenNetwork(LayoutNetwork):
 
     @cached_property
     def links_of(self) -> Mapping[str, list[ValueEdge]]:
-        """Links by variable."""
         found: dict[str, list[ValueEdge]] = {name: [] for name in self.variables}
         for link in self.links:
             found[link.source].append(link)
@@ -104,7 +102,6 @@ class ChosenNetwork(LayoutNetwork):
 
     @cached_property
     def states(self) -> Mapping[str, int]:
-        """State per variable."""
         found = dict.fromkeys(self.variables, 0)
         for name, variable in self.variables.items():
             if variable.size > 1:
@@ -117,7 +114,7 @@ class ChosenNetwork(LayoutNetwork):
         return tables_of_step(parts, shape, self.mesh.overlap, self.graph.passes).cost  # type: ignore[return-value]
 
     def around(self, name: str, states: Mapping[str, int], without: str = "") -> StepParts:
-        """Seconds of a variable and its edges, except that to ``without``, per state; others in ``states``."""
+        """Seconds of a variable and its edges but that to ``without``, per state."""
         parts = self.variables[name].parts
         for link in self.links_of[name]:
             table = self.table(link)
@@ -173,7 +170,7 @@ class Objective:
 
     @cached_property
     def again(self) -> Mapping[str, StepParts]:
-        """Repeated in the backward: per recomputed operation, and per value that is converted again."""
+        """Repeated in the backward: per recomputed operation, and value converted again."""
         found: dict[str, StepParts] = {}
         for term, name, parts in self.terms:
             if term == "again":
@@ -186,7 +183,6 @@ class Objective:
 
     @property
     def comm_s(self) -> float:
-        """All communication."""
         return float(self.parts.communication(self.passes))
 
     @property
@@ -213,11 +209,9 @@ def alternatives(
     assignment: Assignment, limit: int = 3, optimizer: str = "adamw"
 ) -> dict[str, LazySequence[Alternative]]:
     """Node → ``limit`` cheapest other strategies, and the cheapest that shards each idle axis.
-
     Seconds: change of the objective if this operation and redistributions around it change, all
     else fixed (an owned table follows its reader). An upper bound, as a search could adapt
-    neighbours. Never negative in an optimal plan.
-    """
+    neighbours. Never negative in an optimal plan."""
     one = _Alternatives(assignment, limit, optimizer)
     return {node.name: LazySequence(partial(one.of, node)) for node in assignment.graph.nodes}
 
@@ -268,7 +262,7 @@ class _Alternatives:
         return self.known[key]
 
     def _links(self, node: Node, space: OpSpace) -> Iterator[ValueEdge]:
-        """Edges of ``node`` with all its strategies; their end at ``node`` is named :data:`_OWN`."""
+        """Edges of ``node`` with all its strategies; their end there is :data:`_OWN`."""
         for read in operand_reads(node, space):
             source = self.network.sources[read.name]
             yield ValueEdge(*source, _OWN, EdgeSide(read.placed), read.name, read.mask, read.spared, read.ways)
@@ -279,7 +273,7 @@ class _Alternatives:
                 yield link._replace(source=_OWN, given=EdgeSide(made[link.value]))
 
     def _edge(self, node: Node, link: ValueEdge, choices: int) -> StepParts:
-        """Seconds of an edge per strategy of ``node``; a variable with several states at the other end adapts."""
+        """Seconds of an edge per strategy of ``node``; variables at the other end adapt."""
         if self._is_stored_as_read(link):
             return self._stored_as_read(link)
         network, table, reads = self.network, self.network.tables.of(link, held=False), link.reader == _OWN

@@ -69,7 +69,6 @@ class OpSpace:
         return self.parts.compute + self.parts.other + self.parts.blocking
 
     def compute(self, choice: int = 0) -> costs.PhaseSeconds:
-        """Seconds of compute of one choice."""
         ahead, back, *launches = self.phases[:2, :, choice].ravel().tolist()
         return costs.PhaseSeconds(ahead, back, (launches[0], launches[1]))
 
@@ -83,10 +82,7 @@ class OpSpace:
 
 @dataclass(frozen=True, slots=True)
 class OpRequest:
-    """What a named strategy asks of an operation on one mesh axis: factors to shard, or none.
-
-    If sizes do not allow it, the operation runs unsharded.
-    """
+    """What a named strategy asks of an operation on one mesh axis: factors to shard, or none."""
 
     cuts: frozenset[str]
     """factors of strategies"""
@@ -132,10 +128,9 @@ def op_space(
     traffic: Traffic | None = None,
     waits: SkewSeconds = NO_SKEW,
 ) -> OpSpace:
-    """Feasible combinations of per-axis strategies; of equal layouts only the cheapest.
-
-    ``asked``: restrictions; ``fused_traffic``: :func:`costs.node_seconds`; ``waits``: :func:`synchronization_skew`.
-    """
+    """Feasible combinations of per-axis strategies; of equal layouts only the cheapest. ``asked``:
+    restrictions; ``fused_traffic``: :func:`costs.node_seconds`; ``waits``:
+    :func:`synchronization_skew`."""
     for choices in _request_tiers(_feasible_choices(node, graph, mesh, asked), asked or (None,) * mesh.ndim):
         if best := _cheapest_by_layout(choices, node, graph, mesh, traffic, waits):
             break
@@ -174,10 +169,8 @@ def _feasible_choices(node: Node, graph: Graph, mesh: Mesh, asked: OpRequests) -
 
 def _request_tiers(choices: Sequence[tuple[Strategy, ...]], asked: OpRequests) -> Iterator[list[tuple[Strategy, ...]]]:
     """Tiers of choices: first those sharded along most axes that ask for it, then one axis less.
-
-    One tier if several axes ask for the same factor and the best choices need a layout of their own
-    (fused parts on every rank), which no layout of a neighbour converts to.
-    """
+    One tier if several axes ask for a factor and the best choices need a layout to which no
+    neighbour's converts."""
     found: dict[tuple[int, int], list[tuple[Strategy, ...]]] = {}
     for choice in choices:
         pairs = [(s, a) for s, a in zip(choice, asked, strict=True) if a is not None]
@@ -218,8 +211,7 @@ def _cheapest_by_layout(
 def _with_local_shapes(
     choices: Sequence[tuple[Strategy, ...]], types: Sequence[TensorType], mesh: Mesh
 ) -> Iterator[tuple[tuple[Strategy, ...], Any, tuple[Placements, ...], tuple[tuple[int, ...], ...]]]:
-    """Each choice with its layouts as numbers, placements and local shapes. Cached per value: few
-    distinct placements occur."""
+    """Each choice with its layouts as numbers, placements and local shapes, cached per value."""
     each: dict[int, tuple[int, ...]] = {}
     numbers: list[dict[Placement, int]] = [{} for _ in types]
     for strategy in {id(s): s for choice in choices for s in choice}.values():
@@ -239,10 +231,7 @@ def _with_local_shapes(
 
 
 class OpSpaces:
-    """Op spaces by node; nodes with the same signature share one, also after the search.
-
-    ``asked``: node name → restrictions of a named strategy. ``chosen``: node name → its only choice.
-    """
+    """Op spaces by node, shared by equal signatures. ``asked``: restrictions; ``chosen``: fixed."""
 
     def __init__(
         self,
@@ -304,8 +293,8 @@ def _strategies_for_ranks(strategies: Sequence[Strategy], ranks: int) -> list[St
 
 
 def is_feasible(choice: Sequence[Strategy], mesh: Mesh, free: bool = False) -> bool:
-    """Whether every rank gets a chunk of each factor, and no strategy excludes another. ``free``:
-    no strategy excludes others."""
+    """Whether every rank gets a chunk of each factor, and (unless ``free``) none excludes
+    another."""
     if not free and not can_combine_axes(choice):
         return False
     used: dict[str, list[int]] = {}
@@ -331,10 +320,8 @@ def op_site(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], 
 def internal_collectives(
     node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], placed: Sequence[Placements]
 ) -> tuple[InternalCollective, ...]:
-    """Collectives inside the local form, recorded in an abstract run of it unless the rule states them.
-
-    ``placed``: of every operand, then of every result.
-    """
+    """Collectives inside the local form, recorded in an abstract run of it unless the rule states
+    them. ``placed``: of every operand, then of every result."""
     rule = rule_for(node.op)
     if rule is None or rule.local is None or not rule.sends or not any(s.divides for s in choice):
         return ()

@@ -1,5 +1,4 @@
 """The search for the cheapest assignment of a graph, with and without a memory limit.
-
 :class:`Planner` solves the cost network of one graph again and again: without a limit, within rows
 of the bytes live at some moments (cutting planes), or for least memory. :func:`decode_assignment`
 turns a solution of the network into layouts and strategies."""
@@ -88,9 +87,7 @@ FORWARD_END = "end of the forward"
 @dataclass
 class MomentCut:
     """A cutting plane: a row of the bytes live at a moment, and its limit as simulations tell it.
-
-    The row approximates the simulation, so the limit is exact for the plan that set it.
-    """
+    The row approximates the simulation, so the limit is exact for the plan that set it."""
 
     row: LinearRow
     limit: float = math.inf
@@ -100,10 +97,8 @@ class MomentCut:
     """most bytes, by the row, of a plan within the budget"""
 
     def learn(self, held: float, live: float, budget: float, fits: bool) -> bool:
-        """Of a plan that holds ``held`` bytes by the row and ``live`` when simulated.
-
-        Returns whether the limit was tightened, or loosened much.
-        """
+        """Learn of a plan: ``held`` bytes by the row, ``live`` simulated; whether the limit changed
+        much."""
         old, exact = self.limit, budget - (live - held)
         if live > budget:
             self.least_above, self.limit = min(self.least_above, held), min(old, exact)
@@ -228,13 +223,10 @@ class Planner:
         return decode_assignment(self._free, found)
 
     def cut(self, live: Mapping[str, float], budget: float, simulated: Assignment) -> bool:
-        """Cut off a plan above ``budget`` by the row of the moment of its peak.
-
-        ``live``: moment (operation; "": the optimizer's step; :data:`FORWARD_END`) → simulated
-        bytes of ``simulated``, a result of a limited search. Rows approximate the simulation:
-        limits are exact for the plan that is cut off, and leave room for those that fit. After a
-        plan that fits they are loosened. Returns whether a limit changed much.
-        """
+        """Cut off a plan above ``budget`` by the row of the moment of its peak; whether a limit
+        changed much. ``live``: moment (operation; "": the optimizer's step; :data:`FORWARD_END`)
+        → simulated bytes of ``simulated``, a result of a limited search. Limits are exact for
+        the plan that is cut off, and loosened after a plan that fits."""
         peak, choice = max(live, key=live.__getitem__), simulated.solution.choice
         network, fits = self.network(limited=True)[1].network, live[peak] <= budget
         if fits:
@@ -251,10 +243,7 @@ class Planner:
         return any(moved)
 
     def loosen(self, budget: float) -> bool:
-        """Raise limits that no plan meets halfway to the plans that they cut off.
-
-        Returns whether one rose much.
-        """
+        """Raise limits that no plan meets halfway to the plans cut off; whether one rose much."""
         rises = [(cut, (cut.least_above - cut.limit) / 2) for cut in self._cuts.values()]
         for cut, rise in rises:
             cut.limit += rise if math.isfinite(rise) else 0.0
@@ -281,11 +270,9 @@ class Planner:
         self._least_spare = first, last
 
     def bound(self, budget: float) -> float:
-        """Lower bound in seconds of assignments within ``budget`` bytes per rank; 0: none exist.
-
-        Each holds, at both ends, no more than its peak: so every simulation says that was learned
-        from, but that is not proven. Other rows exceed some peaks, so they do not count.
-        """
+        """Lower bound in seconds of assignments within ``budget`` bytes per rank; 0: none exist. At
+        both ends each holds no more than its peak, as all simulations say, unproven. Other rows
+        may exceed it."""
         if (key := (budget, self._least_spare)) not in self._bounds:
             network, built = self.network(limited=True)
             limits = (*(row.limit for row in built.hiding), *(budget + more for more in self._least_spare))
@@ -299,8 +286,8 @@ class Planner:
         return self._bounds[key]
 
     def _under(self, budget: float, limits: Sequence[float], spare: Sequence[float]) -> Solution:
-        """The fastest solution; its lower bound may be unproven. ``spare``: bytes beyond ``budget`` at
-        both ends."""
+        """The fastest solution, perhaps without proof. ``spare``: bytes beyond ``budget`` at both
+        ends."""
         self._free = None
         prepared = self._prepared = self._prepared or self._with_rows()
         built = self.network(limited=True)[1]
@@ -344,11 +331,9 @@ class Planner:
         return self._moments_of(network, built).row(weights)
 
     def least(self, excess: np.ndarray | None = None, price: float = TIE_BYTES_PER_SECOND) -> Assignment:
-        """The assignment with least mean memory.
-
-        ``excess`` [operations + 1]: log-weight per moment, optimizer's step last. ``price``: bytes
-        per second; small, so it breaks ties only. Overlap is ignored.
-        """
+        """The assignment with least mean memory; ignores overlap. ``excess`` [operations + 1]:
+        log-weight per moment, optimizer's step last. ``price``: bytes per second, small, to
+        break ties."""
         network, built = self.network(limited=True)
         moments = self._moments_of(network, built)
         row = moments.row(moments.weights(np.zeros(len(self.graph.nodes) + 1) if excess is None else excess))
@@ -386,7 +371,6 @@ class Planner:
 
 
 def with_proven_bound(assignment: Assignment) -> Assignment:
-    """``assignment`` with the proven lower bound of its solution."""
     return replace(assignment, solution=assignment.solution.proven())
 
 

@@ -37,10 +37,8 @@ RECOMPUTE_SETTINGS = ("auto", "none", "blocks", "selective")
 
 
 def recompute_offer(graph: Graph, recompute: Recompute, regather: bool = False) -> RecomputeOffer:
-    """The recompute states of each operation. Raises :class:`PlanError` for an unknown setting.
-
-    ``regather``: products convert operands again in any case (Megatron sequence parallelism).
-    """
+    """The recompute states of each operation. ``regather``: products convert operands again in any
+    case (Megatron sequence parallelism). Raises :class:`PlanError` for an unknown setting."""
     found = _setting_offer(graph, recompute)
     if not regather or not graph.training:
         return found
@@ -90,10 +88,7 @@ def _searched_states(node: Node) -> tuple[int, ...]:
 
 
 def _matched_modules(graph: Graph, patterns: Mapping[str, bool]) -> dict[str, str]:
-    """Node → the outermost module that the last matching pattern recomputes with it.
-
-    Outermost, since the ``*`` of ``layers.*`` matches everything inside a layer, too.
-    """
+    """Node → the outermost module that the last matching pattern (``layers.*``) recomputes."""
     if wrong := [f"{pattern!r}: {what!r}" for pattern, what in patterns.items() if not isinstance(what, bool)]:
         raise HintError(f"recompute: {wrong[0]} is neither True (recomputed) nor False (kept)")
     if unnamed := [pattern for pattern in patterns if not isinstance(pattern, str)]:
@@ -114,10 +109,7 @@ def _matched_modules(graph: Graph, patterns: Mapping[str, bool]) -> dict[str, st
 
 
 def _checkpoint_states(graph: Graph, module: Mapping[str, str]) -> dict[str, int]:
-    """Recompute states of modules: keep the inputs of each ("": no module), recompute inside.
-
-    Results not needed inside are not recomputed, such as a module's last product and sum.
-    """
+    """Recompute states of modules: keep the inputs of each ("": none), recompute what is needed."""
     states: dict[str, int] = {}
     needed: set[str] = set()
     left: set[str] = set()
@@ -181,11 +173,9 @@ def _until_product(node: Node, graph: Graph, products: set[str]) -> list[str]:
 def offered_zero_stages(
     graph: Graph, mesh: Mesh, pinned: Mapping[str, int], asked: Collection[str], limited: bool
 ) -> dict[str, tuple[int, ...]]:
-    """Parameter → ZeRO stages on offer. ``limited``: memory counts; else only the fastest.
-
-    ``pinned``: stages of a named strategy; ``asked``: parameters with a given layout, which are
-    gathered again. On an ideal network, where bytes only break ties, nothing is kept.
-    """
+    """Parameter → ZeRO stages on offer; only the fastest unless ``limited`` (memory counts).
+    ``pinned``: of a named strategy; ``asked``: parameters with a given layout, gathered again,
+    as on an ideal network."""
     quickest = 1 if graph.passes > 1 else 2
     free = (0, *range(2, quickest - 1, -1)) if limited else (quickest,)
     found: dict[str, tuple[int, ...]] = {}
@@ -200,10 +190,8 @@ CHEAP_FLOPS_PER_ELEMENT = 64.0
 
 
 def duplicable_nodes(graph: Graph, at_most: float = CHEAP_FLOPS_PER_ELEMENT) -> frozenset[str]:
-    """Operations that may be duplicated: cheap, without gradient, from inputs and constant buffers.
-
-    ``at_most``: FLOPs per element of the result.
-    """
+    """Operations that may be duplicated: without gradient, from inputs and constant buffers, cheap
+    (``at_most``: FLOPs per element of the result)."""
     fixed = {i.name for i in graph.inputs if i.kind == "parameter" or i.fqn in graph.mutations}
     found = set()
     for node in graph.nodes:

@@ -1,10 +1,8 @@
 """Zigzag (load-balanced) order of a sequence, carried through a graph: balanced causal attention.
-
 Causal ring attention is balanced if each rank holds one early and one late block of the sequence.
 Position-wise operations run in any order, so a chunk of a tensor in zigzag order is such a pair of
 blocks. The graph switches order only at the ends: a minimum cut chooses which operations run in
-zigzag order so that reordering sends the fewest bytes.
-"""
+zigzag order so that reordering sends the fewest bytes."""
 
 from __future__ import annotations
 
@@ -119,7 +117,7 @@ def sequence_links(graph: Graph, ranks: int) -> dict[str, SequenceLink]:
 def _propagate_links(
     graph: Graph, ranks: int, blocked: Collection[str], candidates: dict[Any, list[SequenceLink]]
 ) -> tuple[dict[str, SequenceLink], set[str]]:
-    """(:func:`sequence_links`, operations that meet a value along two different dims); skips ``blocked``."""
+    """(:func:`sequence_links`, operations with a value along two dims); skips ``blocked``."""
     found: dict[str, SequenceLink] = {}
     dims: dict[str, int] = {}
     clashing = set[str]()
@@ -168,10 +166,7 @@ def _attention_link(node: Node, graph: Graph) -> SequenceLink:
 
 
 def order_free_links(node: Node, graph: Graph) -> Iterator[SequenceLink]:
-    """Dims along which ``node`` is position-wise or reduces, so that order does not matter.
-
-    So are operations that run unchanged on any chunk: chunks may have one position.
-    """
+    """Dims along which ``node`` is position-wise, reduces, or runs unchanged on any chunk."""
     rule = rule_for(node.op)
     if rule is None or (rule.local is not None and node.op not in ORDER_FREE_OPS):
         return
@@ -303,8 +298,7 @@ class _ZigzagRewriter:
         )
 
     def read(self, value: str, dim: int | None, reader: Node | None) -> str:
-        """Name of ``value`` in zigzag order along ``dim`` (None: sequence order). ``reader``: None
-        for outputs."""
+        """Name of ``value`` in zigzag order along ``dim`` (or sequence order) for ``reader``."""
         made = self._folded.get(value)
         folded = dim is not None
         if folded is (made is not None):
@@ -329,10 +323,8 @@ class _ZigzagRewriter:
         return found
 
     def _place(self, value: str, reader: Node | None) -> tuple[int, tuple[tuple[str, str], ...], int]:
-        """(position, module stack, checkpoint) of the reordering of ``value``.
-
-        In the innermost module of producer and reader, early: equal layers stay equal.
-        """
+        """(position, module stack, checkpoint) of the reordering of ``value``: early, in the
+        innermost module of producer and reader, so that equal layers stay equal."""
         maker = self.graph.producers.get(value)
         if maker is None:
             return 0, (), 0

@@ -42,11 +42,10 @@ def link_matrices(
     share: MessageShares = UNSHARED_MESSAGES,
 ) -> tuple[Floats, Floats, Floats]:
     """(launches, links in a node, links between nodes) seconds from each source to each target.
-
     float64 [sources, targets] of the fastest redistribution, ``minimize="seconds"``, forward and,
     if ``grad``, backward; inf if none exists. ``closed``: dims not to shard on the way. ``share``:
-    latency shares of coalesced messages (:class:`~autoshard.passes.redistribute.pricing.MessageShares`).
-    """
+    latency shares of coalesced messages
+    (:class:`~autoshard.passes.redistribute.pricing.MessageShares`)."""
     if not sources or not targets:
         none = np.zeros((len(sources), len(targets)))
         return none, none, none
@@ -191,8 +190,7 @@ def _next_moves(prices: Prices, seconds: Floats, goal: int) -> tuple[Ints, Ints]
 
 @lru_cache(maxsize=64)
 def _all_pairs(prices: Prices) -> tuple[Floats, Ints, Ints]:
-    """Floyd-Warshall over states: seconds, direct move (or number of moves), last middle (or
-    -1)."""
+    """Floyd-Warshall over states: seconds, direct move or number of moves, last middle or -1."""
     graph, count = prices.space, len(prices.space.states)
     distance, move = np.full((count, count), np.inf), np.full((count, count), len(graph.moves))
     cheapest_last = np.argsort(-prices.seconds, kind="stable")

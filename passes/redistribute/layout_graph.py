@@ -1,11 +1,9 @@
 """The layout graph: states of a tensor on a mesh, and the steps between them.
-
 A state is a placement per mesh axis, and per tensor dim the nesting order of its axes. A step is
 one runtime call on a group of axes (flattened). Steps touch inner ends of nests only: gather, pad
 and move remove there, slice and scatter add there. So every intermediate is a nested
 ``torch.chunk`` layout, also with uneven sizes. The graph depends on axis sizes and the number of
-dims alone: it is built once, and priced per shape with array arithmetic.
-"""
+dims alone: it is built once, and priced per shape with array arithmetic."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ _LETTER = {placement: letter for letter, placement in UNSHARDED.items()}
 
 
 class LayoutState(NamedTuple):
-    """``kinds``: per axis "S" or a key of ``UNSHARDED``. ``nests``: per dim its axes, outer
+    """``kinds``: "S" or a key of ``UNSHARDED`` per axis; ``nests``: per dim its axes, outer
     first."""
 
     kinds: tuple[str, ...]
@@ -44,8 +42,7 @@ class LayoutState(NamedTuple):
     def convert(
         self, group: tuple[int, ...], to: str, leave: int | None = None, join: int | None = None
     ) -> LayoutState:
-        """Make axes of ``group`` ``to``: leave the inner end of dim ``leave``, join dim
-        ``join``."""
+        """Make axes of ``group`` ``to``: leave dim ``leave``'s inner end, join dim ``join``."""
         kinds = tuple(to if a in group else k for a, k in enumerate(self.kinds))
         nests = list(self.nests)
         if leave is not None:
@@ -99,10 +96,8 @@ def layout_of(state: LayoutState, mesh: Mesh) -> Layout:
 
 class LayoutSpace:
     """All states and moves for mesh ``sizes`` and tensors of ``ndim`` dims, as arrays over moves.
-
     ``kinds``: unsharded placements that may occur. Axes not FREE in ``base`` keep its placement.
-    Moves are sorted by source; those of state ``s`` are ``first[s]:first[s+1]``.
-    """
+    Moves are sorted by source; those of state ``s`` are ``first[s]:first[s+1]``."""
 
     def __init__(self, sizes: tuple[int, ...], ndim: int, kinds: tuple[str, ...], base: LayoutState) -> None:
         self.sizes, self.ndim, self.kinds, self.base = sizes, ndim, kinds, base
@@ -214,10 +209,8 @@ class LayoutSpace:
                 yield LayoutMove("permute", group, i, j, (), order, "permute")
 
     def _needs_even(self, move: LayoutMove) -> list[bool]:
-        """Per dim: whether a permute needs an even size, as a rank gets a chunk of another nest.
-
-        Reordering one dim's nest needs none if the sizes of its axes keep their order.
-        """
+        """Per dim: whether a permute needs an even size, as a rank gets another nest's chunk
+        (unless axes' sizes keep order)."""
         src, dst = self.states[move.src], self.states[move.dst]
         changed = [move.kind == "permute" and a != b for a, b in zip(src.nests, dst.nests, strict=True)]
         if sum(changed) == 1 and src.kinds == dst.kinds and self._effective(move.group) == self._effective(move.order):
@@ -230,7 +223,6 @@ class LayoutSpace:
 
 
 def _permuted_state(s: LayoutState, dims: tuple[int, ...], axes: tuple[int, ...]) -> LayoutState:
-    """The state with dims and axes renumbered."""
     return LayoutState(tuple(s.kinds[a] for a in axes), tuple(tuple(axes[a] for a in s.nests[d]) for d in dims))
 
 
@@ -248,15 +240,12 @@ def _enumerate_states(base: LayoutState, kinds: tuple[str, ...]) -> Iterator[Lay
 
 
 def free_frame(axes: int, ndim: int) -> LayoutState:
-    """The frame in which every axis is free."""
     return LayoutState((FREE_AXIS,) * axes, ((),) * ndim)
 
 
 def common_frame(src: LayoutState, dst: LayoutState) -> LayoutState:
-    """What two states have in common, else FREE. Up to ``EXACT_AXES`` axes all are FREE.
-
-    On larger meshes an axis that both use alike, with no changing axis around it, stays fixed.
-    """
+    """What two states have in common, else FREE. Up to ``EXACT_AXES`` axes all are FREE; on larger
+    meshes an axis used alike, with no changing axis around it, stays fixed."""
     axes = len(src.kinds)
     if axes <= EXACT_AXES:
         return free_frame(axes, len(src.nests))
@@ -273,11 +262,9 @@ def common_frame(src: LayoutState, dst: LayoutState) -> LayoutState:
 
 
 def intermediate_state(src: LayoutState, dst: LayoutState, common: LayoutState) -> LayoutState:
-    """An intermediate state if too many axes change; ``common`` is the frame of both ends.
-
-    Up to ``EXACT_AXES`` changing inner axes of the source are gathered or reduced; without any,
-    those of the target are deferred. Between replicated states some axes change first.
-    """
+    """An intermediate state if too many axes change. Up to ``EXACT_AXES`` changing inner axes of
+    the source are gathered or reduced; else the target's are deferred. ``common``: the frame of
+    both ends."""
     free = [a for a, k in enumerate(common.kinds) if k == FREE_AXIS]
     if all(x.kinds[a] in "RI" for x in (src, dst) for a in free):
         chosen = free[:EXACT_AXES]

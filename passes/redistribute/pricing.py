@@ -232,10 +232,8 @@ _RATED = {*COLLECTIVES, SMALL_ALL_REDUCE}
 
 
 def _rated_kind(forward: str, scalar: bool) -> str:
-    """The kind that rates a forward collective; gradient sums are shared (:attr:`Shares.sums`).
-
-    FEW only for one element: else padded partial sums, which join no bucket, would win.
-    """
+    """The kind that rates a forward collective (gradient sums: :attr:`Shares.sums`); FEW only for
+    one element: else padded partial sums, which join no bucket, would win."""
     return SMALL_ALL_REDUCE if scalar and forward == "all_reduce" else forward
 
 

@@ -1,5 +1,4 @@
 """The entry :func:`redistribution`, also through a reshape (after MindSpore's unification).
-
 A reshape is planned on the common refinement of both shapes. ``[b, s, h·d]`` and ``[b, s, h, d]``
 share the factors ``[b, s, h, d]``: a layout of either shape is a layout of the factors wherever
 chunks are whole factors. The plan is a shortest path through three graphs of layouts (source
@@ -155,11 +154,9 @@ def _factor_states(outer: Prices, inner: Prices, shape: Shape, parts: FactorsPer
 def _as_factor_state(
     state: LayoutState, sizes: Shape, shape: Shape, parts: FactorsPerDim, factors: Shape
 ) -> LayoutState | None:
-    """``state`` of a tensor of ``shape`` as a state of the factors.
-
-    A dim with one factor may be sharded in any way. Otherwise outer axes must use up the first
-    factor before the next is sharded: only then a chunk of the dim is a chunk of each.
-    """
+    """``state`` of a tensor of ``shape`` as a state of the factors. In a dim of several, outer axes
+    must use up one factor before the next is sharded: only then chunks of the dim are chunks of
+    each."""
     nests: list[tuple[int, ...]] = [()] * len(factors)
     for nest, n, mine in zip(state.nests, shape, parts, strict=True):
         if len(mine) == 1 and factors[mine[0]] == n:
@@ -181,10 +178,8 @@ def _as_factor_state(
 def _reshape_ends(
     layers: Sequence[Prices], joins: tuple[Ints, Ints], start: int, goal: int, peak_limit: int | None, minimize: str
 ) -> tuple[int, int] | None:
-    """(source state, target state) between which the tensor is reshaped; None if impossible.
-
-    Backwards from the goal: least primary cost, then least secondary cost among tight moves.
-    """
+    """(source, target state) between which the tensor is reshaped, or None: least primary, then
+    secondary cost, from the goal."""
     numel = max(layers[0].numel[start], layers[2].numel[goal])
     if peak_limit is not None and numel > peak_limit:
         return None

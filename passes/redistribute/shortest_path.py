@@ -105,10 +105,8 @@ def concatenate_legs(legs: Sequence[Redistribution], steps: tuple[Redistribution
 
 def runtime_call(step: RedistributionStep) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
     """(function name, positional arguments after the tensor, keyword arguments) of a runtime call.
-
-    Several axes are a tuple, one is its name. ``size`` is given for uneven shards: an int if no
-    axis is left on the dim, else a :class:`Local`.
-    """
+    ``size`` is given for uneven shards: an int if no axis is left on the dim, else
+    :class:`Local`."""
     if step.kind == "reshape":
         cuts = [(n, step.dst.axes_of(d)) for d, n in enumerate(step.to_shape)]
         return step.kind, ([Local(n, cut) if cut else n for n, cut in cuts],), {}
@@ -249,7 +247,6 @@ def _scaled_bytes(prices: Prices, index: int) -> tuple[int, int]:
 
 
 def _exact_ratio(a: int, b: int) -> float:
-    """a / b, an int if exact."""
     return a // b if a % b == 0 else a / b
 
 

@@ -1,8 +1,6 @@
-"""The registry of sharding rules: each ``RULES: tuple[Rule, ...]`` in a module of :mod:`.families`.
-
-``BY_NAME`` of a module, ``{str(op): op → Rule}``, holds rules of ops that exist only after another
-library is imported.
-"""
+"""The registry of sharding rules: each ``RULES: tuple[Rule, ...]`` in a module of :mod:`.families`,
+and each ``BY_NAME``, ``{str(op): op → Rule}``, of ops that exist only once another library is
+imported."""
 
 from __future__ import annotations
 

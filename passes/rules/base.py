@@ -1,10 +1,7 @@
-"""Sharding rules: an op's strategies along one mesh axis, its factors, and its local form.
-
-Sharding factor f along one mesh axis gives: operands with f → Shard, operands without f →
-Replicate, results with f → Shard, results without f → Partial. Besides the factors, an op runs on
-full tensors (all Invariant or all Replicate) and on partial sums of each operand in which it is
-linear.
-"""
+"""Sharding rules: an op's strategies along one mesh axis, its factors, and its local form. Along
+factor f, operands and results with f are sharded, operands without it replicated, results
+without it Partial. An op also runs on full tensors, and on partial sums of operands in which it
+is linear."""
 
 from __future__ import annotations
 
@@ -133,7 +130,7 @@ def positive(dim: int, rank: int) -> int:
 
 
 def dims_argument(dims: int | Sequence[int] | None, rank: int, *, empty_is_all: bool = True) -> tuple[int, ...]:
-    """A ``dim`` argument as sorted non-negative dims; None means all, and so does () with most reductions."""
+    """A ``dim`` argument as sorted non-negative dims; None, and mostly (), means all."""
     if isinstance(dims, int):
         dims = (dims,)
     elif dims is None or (empty_is_all and not dims):
@@ -166,7 +163,6 @@ def _is_same_length(a: int, b: int) -> bool:
 
 
 def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """The shape to which tensors of these shapes broadcast."""
     rank = max(map(len, shapes), default=0)
     padded = [(1,) * (rank - len(s)) + tuple(s) for s in shapes]
     return tuple(next((n for n in lengths if n != 1), 1) for lengths in zip(*padded, strict=True))
@@ -247,9 +243,7 @@ Types = Mapping[str, TensorType]
 @dataclass(frozen=True)
 class Facts:
     """Facts about an op besides its sharding, see :mod:`~autoshard.passes.rules.facts`.
-
-    The defaults are safe for any op: autograd may save everything.
-    """
+    The defaults are safe for any op: autograd may save everything."""
 
     saves: str | Callable[[Node, Types], str | None] | None = None
     """names of operands and results that autograd saves for the backward; None: all of them
@@ -340,7 +334,6 @@ def rules(
 
 
 def with_facts(facts: Facts, rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """``rules`` with the same facts."""
     return tuple(replace(rule, facts=facts) for rule in rules)
 
 

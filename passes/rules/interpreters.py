@@ -1,9 +1,7 @@
-"""Interpreters: a graph on full tensors, and the abstract run of a statement on meta tensors.
-
-:func:`interpret` runs a captured graph op by op and so defines its meaning. :class:`AbstractRun`
-runs one statement forward and backward without data: autograd reports what it saves, a dispatch
-mode sees every temporary tensor, a recording communicator what ranks send.
-"""
+"""Interpreters: :func:`interpret` runs a graph on full tensors and so defines its meaning;
+:class:`AbstractRun` runs one statement, forward and backward, without data: autograd reports
+what it saves, a dispatch mode sees temporary tensors, a recording communicator what ranks
+send."""
 
 from __future__ import annotations
 
@@ -33,11 +31,9 @@ from autoshard.torch_private.fake import suggest_memory_format
 
 def interpret(graph: Graph, inputs: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Any]:
     """All values of ``graph`` by name, computed with the real ops and recorded by autograd.
-
-    ``inputs``: one tensor per entry of ``graph.inputs`` (constants are optional); set
-    ``requires_grad`` yourself. Buffers are not written back: new values are in ``graph.mutations``.
-    Raises KeyError for a missing input.
-    """
+    ``inputs``: one tensor per entry of ``graph.inputs`` but constants; set ``requires_grad``
+    yourself. New values of buffers are in ``graph.mutations``. Raises KeyError for a missing
+    input."""
     values: dict[str, Any] = dict(graph.constants)
     values.update({i.name: inputs[i.name] for i in graph.inputs if i.kind != "constant" or i.name in inputs})
     if device is None:
@@ -76,7 +72,6 @@ class TensorSpec(NamedTuple):
         return cls(tuple(x.shape), tuple(x.stride()), x.dtype, x.requires_grad)
 
     def empty(self) -> Tensor:
-        """A meta tensor of this form."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta").requires_grad_(self.grad)
 
 
@@ -169,15 +164,14 @@ class AbstractRun:
         return tuple(self.comm.sent)
 
     def _key(self, call: LocalCall, operands: Mapping[str, TensorSpec], training: bool) -> tuple[Any, tuple[str, ...]]:
-        """A key that is equal for runs with equal results, and the axes in their order of mention."""
+        """A key that is equal for runs with equal results; the axes in order of mention."""
         numbers = {name: i for i, name in enumerate(operands)}
         text, axes = self._canonical_axes(repr(map_tree(call, lambda x: numbers[x.name] if isinstance(x, Ref) else x)))
         return (text, *operands.values(), training, torch.get_default_dtype()), axes
 
     def _canonical_axes(self, text: str) -> tuple[str, tuple[str, ...]]:
-        """``text`` with each axis as its size and order of mention, and the axes in this order.
-
-        Rank 0 sees no more of an axis."""
+        """``text`` with each axis as its size and order of mention (rank 0 sees no more of it), and
+        the axes in this order."""
         names: dict[str, str] = {}
         canonical = self.axis_pattern.sub(lambda m: names.setdefault(m[0], f"{self.axes[m[0]]}.{len(names)}"), text)
         return canonical, tuple(name[1:-1] for name in names)
@@ -314,10 +308,8 @@ def _run_backward(
 
 
 class _StorageCounter(TorchDispatchMode):
-    """Dispatch mode that counts live bytes of new storages, except those of ``known``.
-
-    Tensors in ``kept`` exist at the start; the peak is reduced when they are freed.
-    """
+    """Dispatch mode that counts live bytes of new storages, except those of ``known``. Tensors in
+    ``kept`` exist at the start; the peak is reduced when they are freed."""
 
     def __init__(
         self,
@@ -326,7 +318,7 @@ class _StorageCounter(TorchDispatchMode):
         kept: Iterable[Tensor] = (),
         scratch_ops: Set[Any] = frozenset(),
     ) -> None:
-        """``results``: cache of earlier ops, extended here. ``scratch_ops``: as :data:`SCRATCH_KERNELS`."""
+        """``results``: cache of ops, extended here. ``scratch_ops``: as :data:`SCRATCH_KERNELS`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.results, self.scratch_ops = results, scratch_ops
         self.ignored: dict[int, StorageWeakRef] = {}
@@ -413,9 +405,8 @@ _SENT_AS = {
 
 
 class _SoleRankCommunicator(Communicator):
-    """Communicator of a single rank: results and gradients have the right shapes, no peers.
-
-    It records what ranks send."""
+    """Communicator of a single rank, which records what ranks send: right shapes of results and
+    gradients, no peers."""
 
     device = torch.device("meta")
 

@@ -103,13 +103,10 @@ def rule(
     flops: Callable[[Node, Graph], float] | None = None,
     facts: Facts = DEFAULT_FACTS,
 ) -> Rule:
-    """A :class:`Rule` from notation.
-
-    ``linear``: groups of operands (numbers in schema order) in which the op is jointly linear, or a
-    function of the node: ``((0,), (1,))`` for a product, ``((0, 1),)`` for a sum. ``addends``:
-    operands added to the result, such as a bias. Raises :class:`RuleError` where op and notation do
-    not fit.
-    """
+    """A :class:`Rule` from notation. ``linear``: groups of operands (numbers in schema order) in
+    which the op is jointly linear: ``((0,), (1,))`` for a product, ``((0, 1),)`` for a sum; or a
+    function of the node. ``addends``: operands added to the result. Raises :class:`RuleError`
+    where op and notation do not fit."""
     try:
         parsed = parse(notation)
     except RuleError as e:

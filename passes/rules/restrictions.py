@@ -17,11 +17,9 @@ from autoshard.passes.rules.facts import is_random
 
 
 def needs_full_tensors(node: Node, types: Mapping[str, TensorType], rule: Rule | None) -> bool:
-    """Whether ``node`` must run on full tensors, because a size or number depends on the data.
-
-    True if it makes or takes such a number, or if the rule's local form computes with such a
-    length. A number in place of a tensor operand (``x * n``) counts as a scalar tensor.
-    """
+    """Whether ``node`` must run on full tensors: it makes or takes a data-dependent size or number
+    (but ``x * n``, where n counts as a scalar tensor), or its rule's local form computes with
+    one."""
     used = [types[name] for name in node.values]
     if all(t.number is None and not t.unknown for t in used):
         return False
@@ -58,7 +56,7 @@ def check_random(graph: Graph) -> None:
 
 @cached_per_graph
 def with_own_streams(graph: Graph) -> Graph:
-    """``graph`` whose dropout draws per shard, from a stream of its own; attention with it stays fused."""
+    """``graph`` whose dropout draws per shard, from its own stream; attention stays fused."""
 
     def drops(node: Node) -> bool:
         fused = node.op is aten.scaled_dot_product_attention.default and node.argument("dropout_p", 0.0)

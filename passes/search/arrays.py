@@ -1,4 +1,4 @@
-"""Arrays of costs: matrices that store equal rows and columns once, sums by torch, deduplication."""
+"""Arrays of costs: matrices with equal rows and columns stored once, sums by torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def stored_values(matrix: Matrix) -> FloatArray:
 
 
 def dense_matrix(matrix: Matrix) -> FloatArray:
-    """The full matrix."""
     return matrix.whole() if isinstance(matrix, CompactMatrix) else matrix
 
 
@@ -103,9 +102,7 @@ def by_first_appearance(where: Classes) -> tuple[Classes, Classes]:
 
 def grid_exponent(used: Iterable[tuple[FloatArray, int]]) -> int:
     """Exponent of the power of two whose multiples add up exactly. ``used``: arrays, and how often they are summed.
-
-    The sum takes 50 of the 53 bits of float64; messages need the rest.
-    """
+    The sum takes 50 of the 53 bits of float64; messages need the rest."""
     total = sum(float(np.abs(array[np.isfinite(array)]).max(initial=0.0)) * times for array, times in used)
     return math.frexp(total)[1] - 50
 
@@ -120,7 +117,6 @@ NUMPY_ENTRIES = 5_000
 
 
 def broadcast_sum(a: FloatArray, b: FloatArray, out: FloatArray | None = None) -> FloatArray:
-    """``a + b``, broadcast; ``out``: result array."""
     entries = np.broadcast(a, b).size if out is None else out.size
     if entries <= NUMPY_ENTRIES:
         return np.add(a, b, out=out)
@@ -139,10 +135,8 @@ class ContentNumbers:
         self._numbers: dict[Hashable, list[int]] = {}
 
     def number(self, array: FloatArray, more: Hashable, at: Callable[[int], FloatArray], new: int) -> int:
-        """Number of a contiguous float64 array, equal in ``more``, too; ``new`` if unknown.
-
-        ``at``: the array of a number.
-        """
+        """Number of a contiguous float64 array, equal in ``more``, too; ``new`` if unknown. ``at``:
+        the array of a number."""
         words = array.reshape(-1).view(np.uint64)
         rest = len(words) % CHECKSUM_WORDS
         sums = words[rest:].reshape(-1, CHECKSUM_WORDS).sum(axis=0, dtype=np.uint64)

@@ -1,9 +1,7 @@
 """Limits of the search's work, in counts instead of seconds, so that every run makes the same choices.
-
 Their source is the project's own tables: ``benchmarks/plan_time.py`` for layers that are alike, ``benchmarks/contest/`` for
 irregular networks. A larger figure costs time and may close more of the gap; none changes what a plan costs or whether a
-bound holds. "Entries" are those of cost tables: a billion takes about a second.
-"""
+bound holds. "Entries" are those of cost tables: a billion takes about a second."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass
 class SearchLimits:
-    """Work limits of elimination, message passing, linear rows, tied layers and branching; unit: see each line."""
+    """Work limits of elimination, messages, rows, tied layers, branching; unit: each line."""
 
     # Elimination and pruning, in entries of one join: while bounds may still prune, without further checks, and at all
     # (beyond that, the MILP). Tests set the two larger ones.
@@ -81,7 +79,7 @@ class SearchLimits:
 
 @dataclass
 class OuterSearchLimits:
-    """Limits of the searches around a network's: memory, pipeline cuts, meshes; shares are of the plan's step time."""
+    """Limits of outer searches: memory, cuts, meshes; shares are of the plan's step time."""
 
     # Memory: rounds of searches (counts) and gaps between cost and bound, relative to the cost.
     cut_rounds: int = 10  # within cuts while no plan fits

@@ -32,11 +32,9 @@ class NotFoundError(PlanError):
 
 @dataclass(frozen=True)
 class CostNetwork:
-    """``nodes[i]``: float64 [n_i], costs; ``edges``: (i, j, float64 [n_i, n_j] or compact).
-
-    ``inf`` forbids a choice. Parallel edges add up. Equal layers should share array objects: equal
-    subproblems are recognised by identity first, then by content.
-    """
+    """``nodes[i]``: float64 [n_i], costs; ``edges``: (i, j, float64 [n_i, n_j] or compact), which
+    add up. ``inf`` forbids a choice. Equal layers should share arrays: equal subproblems are
+    recognised by identity first."""
 
     nodes: tuple[Array, ...]
     edges: tuple[tuple[int, int, Matrix], ...]
@@ -56,7 +54,6 @@ class CostNetwork:
 
     @cached_property
     def matrices(self) -> tuple[tuple[int, int, Array], ...]:
-        """The edges with full matrices."""
         return tuple((i, j, dense_matrix(matrix)) for i, j, matrix in self.edges)
 
     def cost(self, choice: tuple[int, ...]) -> float:
@@ -69,11 +66,9 @@ class CostNetwork:
 class LinearRow:
     """A linear side constraint: Σ nodes[i][s_i] + Σ edges[e][s_i, s_j] ≤ limit; excess costs
     ``price`` a unit.
-
     ``nodes``: float64 [n_i] per node; ``edges``: float64 [n_i, n_j] per edge, in the network's
     order, compact where the network's is, with the same classes; None: zeros. Infinite ``price``: a
-    hard limit. Amounts are finite and may be negative. Share arrays where the network does.
-    """
+    hard limit. Amounts are finite and may be negative. Share arrays where the network does."""
 
     nodes: tuple[Array | None, ...]
     edges: tuple[Matrix | None, ...]

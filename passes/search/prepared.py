@@ -29,14 +29,12 @@ def solve(
     prices: Sequence[float] | None = None,
 ) -> Solution:
     """The cheapest strategy per node; ties go to the lowest index.
-
     ``rows``: linear constraints, see :class:`LinearRow`; cost and bound include priced excess.
     ``effort`` scales the proof's work if rows bind: equal work, and so equal choices, in every run.
     ``alike``: a label per node; equal labels mark equal layers, tied in a large network; None:
     untied. ``prices``: initial prices of the rows. Costs are rounded to 2^-50 of the sum of the
     tables' ranges, so float64 sums are exact and independent of their order: forbid by ``inf``, not
-    by huge numbers. Raises PlanError with the least usage found if nothing is feasible.
-    """
+    by huge numbers. Raises PlanError with the least usage found if nothing is feasible."""
     return Prepared(network, tuple(rows), alike).solve(None, Effort(effort), prices).proven()
 
 
@@ -64,10 +62,8 @@ class Prepared:
         effort: Effort = FULL,
         prices: Sequence[float] | None = None,
     ) -> Solution:
-        """See :func:`solve`; the bound may be pending.
-
-        ``limits``: of the rows (infinite: none); None: their own.
-        """
+        """See :func:`solve`; the bound may be pending. ``limits``: of the rows (infinite: none);
+        None: their own."""
         if self._tied is None and not self.rows:
             return solve_plain(self.network)
         problem = self._problem if limits is None else replace(self._problem, limits=self._finite(limits))

@@ -1,10 +1,7 @@
-"""Gradients that autograd's engine does not accumulate: sparse rows, and parameters without gradient.
-
-Sparse gradients are DTensors whose local shard is a COO tensor. torch's optimizers read the row
-numbers, compute with the rows, and add a sparse tensor to the parameter and its states. All of that
-is local: a rank has the rows of its shard, numbered from the start of the shard. One node is the
-backward of all parameters, so hooks of a parameter without gradient are silenced here.
-"""
+"""Gradients that autograd's engine does not accumulate: sparse rows, and parameters without
+gradient. Sparse gradients are DTensors with a COO shard: a rank has its shard's rows, so torch's
+optimizers update them locally. One node is the backward of all parameters, so hooks of those
+without gradient are silenced."""
 
 from __future__ import annotations
 

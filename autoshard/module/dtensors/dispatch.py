@@ -36,10 +36,8 @@ from autoshard.torch_private.dtensor import DTensorSpec, TensorMeta, has_rule
 
 @handles("any")
 def run_as_dtensor(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``op`` as DTensor does, on DTensors with the same shards.
-
-    On full tensors if DTensor lacks the operation or a layout, see :func:`run_on_full`.
-    """
+    """Run ``op`` as DTensor does, on DTensors with the same shards; by :func:`run_on_full` if it
+    lacks op or layout."""
     pairs: list[tuple[ModuleDTensor, DTensor]] = []
     plain = [x for x in written_operands(op, args, kwargs) if type(x) is Tensor]
     ruled = has_rule(op) and op is not aten.as_strided.default  # which takes global strides for those of the shard
@@ -78,7 +76,7 @@ def run_as_dtensor(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _ignores_positions(op: Any, operands: Sequence[Tensor]) -> bool:
-    """Whether ``op`` may run on shards by its decomposition: one of elements or a sum, without an index, dim or size."""
+    """Whether ``op`` may run on shards: elementwise or a sum, without index, dim or size."""
     counted = ("int" in str(a.type).lower() and a.name != "reduction" for a in op._schema.arguments)
     return not any(counted) and len({x.shape for x in operands if x.ndim}) <= 1
 
@@ -162,11 +160,9 @@ def _is_elementwise(op: Any) -> bool:
 
 
 def on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An elementwise ``op`` on local shards, if operands that belong together lie alike.
-
-    Else NotImplemented. Plain operands are scalars, or belong to plain ones. DTensor would build and
-    compare a layout for each operand of a fused step.
-    """
+    """An elementwise ``op`` on local shards, if operands that belong together lie alike, else
+    NotImplemented. Plain operands are scalars or belong together. (DTensor would compare layouts
+    of each operand of a fused step.)"""
     if not _is_elementwise(op):
         return NotImplemented
     rows = [x if isinstance(x, list | tuple) else [x] for x in (*args, *kwargs.values())]
@@ -202,10 +198,8 @@ def _each(xs: Sequence[Any], of_dtensor: Callable[[Any], Any], of_plain: Callabl
 
 
 def _lie_alike(first: Sequence[Any], *others: Sequence[Any]) -> bool:
-    """Whether the operands of a place have one layout and shape, or are scalars. No partial sums.
-
-    Plain tensors are represented by their number of dims. A row of one belongs to all places.
-    """
+    """Whether the operands of a place have one layout, without partial sums, and shape, or are
+    scalars. Plain tensors count by their number of dims; a row of one belongs to all places."""
     rows = [[*row] * len(first) if len(row) == 1 else row for row in others]
     for like, *given in zip(first, *rows, strict=False):
         if isinstance(like, int):
@@ -239,9 +233,7 @@ def _wrapped_like(local: Tensor, like: Any) -> Any:
 
 def run_on_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``op`` on full tensors; written operands keep their layout, even if their shape changes.
-
-    New tensors with the shape of the first operand are sharded like it; others are replicated.
-    """
+    Results with the shape of the first operand are sharded like it; others are replicated."""
     first: DTensor = next(x for x in tensors_of(args, kwargs) if isinstance(x, DTensor))
     draws = torch.Tag.nondeterministic_seeded in op.tags
     with torch.no_grad(), first_rank_generator(first, kwargs.get("generator")) if draws else contextlib.nullcontext():
@@ -265,7 +257,6 @@ def run_on_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def store_full(x: Any, new: Tensor) -> None:
-    """Write the full tensor ``new`` into ``x``."""
     parts: Any = shard_full(new, x._spec) if isinstance(x, DTensor) else new
     if isinstance(x, DTensor) and x.shape != parts.shape:
         set_data(x, parts)
@@ -281,10 +272,8 @@ def store_full(x: Any, new: Tensor) -> None:
 
 @contextlib.contextmanager
 def first_rank_generator(x: DTensor, generator: torch.Generator | None) -> Iterator[None]:
-    """Inside, the generator has the state of the first rank of the mesh of ``x``. Collective.
-
-    A rank with another seed resumes its own state afterwards.
-    """
+    """Inside, the generator has the state of the first rank of ``x``'s mesh; other ranks resume
+    their own. Collective."""
     mesh = x.device_mesh
     on_gpu = mesh.device_type == "cuda"
     generator = generator or (

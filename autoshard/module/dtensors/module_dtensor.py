@@ -1,10 +1,7 @@
-"""The tensors of a sharded module under torch.distributed: DTensors with a dispatch of their own.
-
-Parameters, buffers, gradients, optimizer states and outputs are of this class, and so is what
-operations make of them. An operation has a handler in :data:`OP_HANDLERS`, or runs as DTensor has
-it. DTensors of others are torch's own. Layouts that DTensor lacks (segments by a ratio, tables of one owner) run
-elementwise operations on shards, and all others on the full tensor.
-"""
+"""The tensors of a sharded module under torch.distributed: DTensors of a class of ours, as is what
+operations make of them. An operation has a handler in :data:`OP_HANDLERS`, or runs as DTensor
+has it. In layouts that DTensor lacks (segments by a ratio, tables of one owner) elementwise
+operations run on shards, others on the full tensor."""
 
 from __future__ import annotations
 
@@ -294,7 +291,6 @@ def set_shard(x: DTensor, new: DTensor) -> None:
 
 
 def set_data(x: DTensor, new: DTensor) -> None:
-    """``x.data = new``."""
     Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
     set_shard(x, new)
 
@@ -483,7 +479,7 @@ def full_if_dtensor(x: Tensor) -> Tensor:
 
 
 def written_operands(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that ``op`` writes, by its schema: its first operand, each of a list, or those of ``out=``."""
+    """The tensors that ``op`` writes, by its schema: first operand (or list), or ``out=``."""
     if not op._schema.is_mutable:
         return []
     places = enumerate(op._schema.arguments)

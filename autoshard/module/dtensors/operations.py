@@ -149,10 +149,8 @@ def _write_elements(op: Any, args: Arguments, kwargs: Options) -> Any:
 
 @handles(aten.cat.default, aten.stack.default)
 def _cat_or_stack(op: Any, args: Arguments, kwargs: Options) -> Any:
-    """``cat`` and ``stack`` with plain tensors, which count as replicated.
-
-    Autograd makes plain zeros for unused results of ``split``. Scalars without gradient turn plain.
-    """
+    """``cat`` and ``stack`` with plain tensors, which count as replicated (autograd makes zeros for
+    unused results of ``split``). Scalars without gradient turn plain."""
     numbers = not any(x.ndim or (x.requires_grad and torch.is_grad_enabled()) for x in args[0])
     if numbers and not all(isinstance(x, DTensor) for x in args[0]):
         with torch.no_grad():
@@ -195,11 +193,8 @@ _MORE_RANDOM_OPS = (aten.exponential_, aten.geometric_, aten.log_normal_)
 
 @handles(*random_ops, *(packet.default for packet in _MORE_RANDOM_OPS))
 def _draw_on_full(op: Any, args: Arguments, kwargs: Options) -> Any:
-    """Draw the full tensor, as on one device, with the generator state of the first rank.
-
-    On CPUs DTensor draws per shard: replicas may differ, and shards may repeat. Results have the
-    layout of the first operand.
-    """
+    """Draw the full tensor, as on one device, with the generator state of the first rank, in the
+    layout of the first operand: on CPUs DTensor's replicas may differ, and shards repeat."""
     like: DTensor = args[0]
     if is_owned(like):
         return run_as_dtensor(op, args, kwargs)

@@ -156,13 +156,10 @@ def _autograd_on_full(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 class ShardedOutput(Viewed):
-    """A DTensor that is gathered where it meets a plain tensor.
-
-    Ops on outputs alone run as DTensor ops where DTensor has them. Other ops, and ops that also
-    read a plain tensor (labels, a mask, another model's logits), run on gathered values and return
-    plain tensors, equal on every rank. In the backward every rank takes its shard of that gradient:
-    nothing is summed twice.
-    """
+    """A DTensor that is gathered where it meets a plain tensor. Ops on outputs alone run as DTensor
+    ops where DTensor has them; others, and those that read a plain tensor (labels, another
+    model's logits), run on gathered values and return plain tensors, equal on every rank. In
+    their backward every rank takes its shard of the gradient."""
 
     gathers = True
 
@@ -267,10 +264,8 @@ class GatheredOnUse(Tensor):
 
 
 def selection_dim(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """The dim from which ``func`` selects slices of a non-plain tensor (cached requests).
-
-    None for other functions. If that dim is unsharded, the selection runs per shard.
-    """
+    """The dim from which ``func`` selects slices of a non-plain tensor (cached requests), or None.
+    If that dim is unsharded, the selection runs per shard."""
     place = _SELECTION_DIM_POSITION.get(func)
     if place is None or not args or sum(isinstance(x, Tensor) and type(x) is not Tensor for x in args) != 1:
         return None
@@ -307,10 +302,8 @@ def _record_views(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mad
 
 
 def _write_output(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An in-place op on an output: per shard if DTensor has it, else on the full tensor.
-
-    With gradients, a write into a view joins the autograd history of view and source.
-    """
+    """An in-place op on an output: per shard if DTensor has it, else on the full tensor. With
+    gradients, a write into a view joins the autograd history of view and source."""
     x, leaves = args[0], argument_leaves(args, kwargs)
     recorded = is_recorded(leaves)
     on_part = "_of" not in x.__dict__ or (not recorded and aliases_source(x))
@@ -334,7 +327,7 @@ def runs_as_dtensor(func: Any, leaves: Sequence[Any]) -> bool:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _has_empty_shards(spec: DTensorSpec) -> bool:
-    """Whether a rank holds nothing of a tensor: many kernels raise there, so that ranks would part ways."""
+    """Whether a rank holds nothing of a tensor: kernels may raise there, on some ranks."""
     sizes = {d: {n} for d, n in enumerate(spec.shape)}
     for axis, p in enumerate(spec.placements):
         if (d := getattr(p, "dim", None)) is not None:
@@ -377,10 +370,8 @@ _SHARD_FUNCTIONS = _ELEMENTWISE_LOSSES | _SUM_FUNCTIONS | _MEAN_FUNCTIONS
 
 
 def loss_on_shards(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor | None:
-    """``func`` on local shards; None if unsupported or if the argument has partial sums.
-
-    A total is Partial over the sharding axes.
-    """
+    """``func`` on local shards (totals: Partial); None if unsupported or if the argument has
+    partial sums."""
     if func not in _SHARD_FUNCTIONS or len(args) != 1 or kwargs:
         return None
     x = args[0]

@@ -1,9 +1,6 @@
-"""Dims sharded segment by segment (fused q, k, v): shards, chunks of checkpoints, and back.
-
-Torch's ``_StridedShard`` knows equal segments on one axis only. A negative split factor encodes a
-ratio of segments (:func:`autoshard.layout.parts_of_split_factor`).
-torch.distributed.checkpoint expects one chunk per rank; here there are several.
-"""
+"""Dims sharded segment by segment (fused q, k, v): shards, and several chunks per rank for
+torch.distributed.checkpoint. A negative split factor of ``_StridedShard`` encodes their ratio
+(:func:`autoshard.layout.parts_of_split_factor`)."""
 
 from __future__ import annotations
 

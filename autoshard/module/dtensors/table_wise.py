@@ -1,11 +1,8 @@
-"""Table-wise placement: tensors that one rank along an axis owns, as DTensors on the owners' mesh.
-
-No placement says that one rank owns a tensor, so the mesh of such a DTensor has the owners only:
-the part of the module's mesh at their coordinates, with as many axes. Along the other axes the
-ranks hold replicas or shards, and use the module's process groups. Optimizers, state dicts and
-torch.distributed.checkpoint handle such DTensors: other ranks take no part. ``full_tensor()`` is
-collective over all ranks, and so is a redistribution to Replicate. The loading of full state dicts is patched here.
-"""
+"""Table-wise placement: tensors that one rank along an axis owns, as DTensors on a mesh of the
+owners only, with as many axes as the module's and its process groups. Optimizers, state dicts
+and torch.distributed.checkpoint handle them; other ranks take no part. ``full_tensor()`` and a
+redistribution to Replicate are collective over all ranks. The loading of full state dicts is
+patched here."""
 
 from __future__ import annotations
 
@@ -40,11 +37,9 @@ from autoshard.torch_private.dtensor import DTensorSpec, TensorMeta
 
 @functools.cache
 def patch_loading_of_state_dicts() -> None:
-    """Have torch load full state dicts into layouts that it lacks.
-
-    It has no protocol for subclasses there: it slices by the placements, and sends within the groups
-    of the tensor's mesh. An owners' mesh has none, as each would be one more group of processes.
-    """
+    """Have torch load full state dicts into layouts that it lacks: it slices by placements, and
+    sends in the groups of the tensor's mesh, which an owners' mesh lacks, to save processes'
+    groups."""
     states: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")  # few programs need it
 
     def cut(inner: Callable[..., None]) -> Callable[..., None]:
@@ -121,7 +116,6 @@ def dtensor_layout(mesh: Mesh, device_mesh: DeviceMesh, x: DTensor) -> Layout:
 
 
 def has_layout(layout: Layout, mesh: DeviceMesh, x: Tensor) -> bool:
-    """Whether ``x`` is a DTensor in this layout."""
     if not isinstance(x, DTensor):
         return False
     owner = dtensor_layout(layout.mesh, mesh, x).owner if is_owned(x) else {}

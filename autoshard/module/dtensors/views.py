@@ -1,8 +1,6 @@
-"""Writes through views of DTensors: ``p.grad[pad] = 0``, ``weight.data[pad].zero_()``.
-
-DTensor returns a copy if the indexed dim is sharded, and silently loses the write. Here it reaches
-the shards.
-"""
+"""Writes through views of DTensors: ``p.grad[pad] = 0``, ``weight.data[pad].zero_()``. DTensor
+returns a copy if the indexed dim is sharded, and silently loses the write. Here it reaches the
+shards."""
 
 from __future__ import annotations
 
@@ -221,7 +219,6 @@ def _is_writing(name: str) -> bool:
 
 
 def may_draw(func: Any) -> bool:
-    """Whether ``func`` may draw random numbers."""
     return bool(_RANDOM_NAME.search(getattr(func, "__name__", "")))
 
 
@@ -252,7 +249,7 @@ def write_full(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
 
 
 def write_each(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Any]) -> Any:
-    """``write`` on full tensors; those of ``written`` (its ``out``, a list of operands) then get their new values."""
+    """``write`` on full tensors; those of ``written`` then get their new values."""
     given = tuple(args), dict(kwargs)
     like = next(x for x in written if isinstance(x, DTensor))
     full = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), given)

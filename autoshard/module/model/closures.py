@@ -1,8 +1,5 @@
 """Deep copies of functions, closures and weak references that hold a model's modules and tensors.
-
-``copy.deepcopy`` keeps functions, weak references and lru_caches: a lambda over ``self`` in a copy
-would run the original.
-"""
+``copy.deepcopy`` keeps them: a lambda over ``self`` in a copy would run the original."""
 
 from __future__ import annotations
 
@@ -87,7 +84,6 @@ def deepcopy_without_tensors() -> contextlib.AbstractContextManager[None]:
 
 
 def ids_in_model(model: nn.Module) -> set[int]:
-    """The ids of the model's modules, parameters and buffers."""
     return {id(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
 
 
@@ -113,10 +109,8 @@ def copy_with_memo(x: Any, memo: Mapping[int, Any]) -> Any:
 
 
 def held_in_attributes(model: nn.Module, own: Collection[int]) -> set[int]:
-    """Those of the ids ``own`` that plain attributes of the model's modules reach: lists, optimizers, closures.
-
-    An RNN's lists of its weights are left out: its forward renews them.
-    """
+    """Those of the ids ``own`` that plain attributes of the model's modules reach: lists,
+    optimizers, closures; not an RNN's lists of its weights, which its forward renews."""
     each = [(n, x) for m in model.modules() if not isinstance(m, nn.RNNBase) for n, x in vars(m).items()]
     return {id(x) for x in reachable_objects([x for n, x in each if n not in MODULE_REGISTRIES], own) if id(x) in own}
 

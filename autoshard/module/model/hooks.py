@@ -1,9 +1,6 @@
-"""Hooks of users: forward hooks of inner modules, and tensor hooks on outputs that feed other outputs.
-
-Programs compute what the forward hooks present in a call return. A tensor hook on an output
-(logits) sees in eager also the gradient of outputs computed from it (a loss). Here each output ends
-a program, so such a backward is refused.
-"""
+"""Hooks of users. Programs compute what the forward hooks present in a call return. A tensor hook
+on an output (logits) sees in eager also the gradient of outputs computed from it (a loss); here
+each output ends a program, so such a backward is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from torch.utils.hooks import unserializable_hook
 
 from autoshard.errors import CaptureError, RuntimeMismatchError
 from autoshard.module.model.closures import copy_with_memo
-from autoshard.passes.capture.exported.pytrees import constant_key
+from autoshard.passes.capture.exported.pytrees import CONSTANT_TYPES, constant_key
 from autoshard.passes.capture.exported.snapshots import NO_ATTRIBUTE
 from autoshard.passes.ir.graph import Graph, Ref
 
@@ -38,7 +35,6 @@ SET_LATER = "_set_later"
 """key in a submodule's dict: name → key of its value, for attributes set after compilation that a forward may read"""
 OWN_STATE = "_original", "_known", "_held", "_owner", HOOK_SNAPSHOT, SET_LATER
 """keys in a submodule's dict that are ours"""
-_CONSTANT_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 
 
 @dataclass(frozen=True)
@@ -70,9 +66,7 @@ def adopt_hooks(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
 
 def forward_hooks_of(parts: Iterable[tuple[str, nn.Module]], own_hooks: bool = True) -> tuple[Hook, ...]:
     """The forward hooks of these modules, and attributes that users set after compilation.
-
-    ``own_hooks``: whether hooks of the model itself, path "", count.
-    """
+    ``own_hooks``: whether hooks of the model itself, path "", count."""
     found: list[Hook] = []
     for path, part in parts:
         found += [Hook(path, n, value=key) for n, (key, _) in vars(part)[SET_LATER].items()]
@@ -88,17 +82,15 @@ def forward_hooks_of(parts: Iterable[tuple[str, nn.Module]], own_hooks: bool = T
 def new_attributes(part: nn.Module) -> dict[str, Any]:
     """Plain attributes that the user's module lacked."""
     known = {*vars(nn.Module()), *OWN_STATE, *vars(part)[SET_LATER], *vars(part)["_known"]}
-    return {n: x for n, x in vars(part).items() if n not in known and isinstance(x, _CONSTANT_TYPES)}
+    return {n: x for n, x in vars(part).items() if n not in known and isinstance(x, CONSTANT_TYPES)}
 
 
 def set_later(part: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute that programs follow: there is one per value of a constant, and per other assignment.
-
-    ``NO_ATTRIBUTE`` deletes it.
-    """
+    """Set an attribute that programs follow: there is one per value of a constant, and per other
+    assignment. ``NO_ATTRIBUTE`` deletes it."""
     keys: dict[str, tuple[Any, int]] = vars(part)[SET_LATER]
     number = keys[name][1] + 1 if name in keys else 0
-    keys[name] = constant_key(value) if isinstance(value, _CONSTANT_TYPES) else (type(value), number), number
+    keys[name] = constant_key(value) if isinstance(value, CONSTANT_TYPES) else (type(value), number), number
     if value is NO_ATTRIBUTE:
         vars(part).pop(name, None)
     else:
@@ -123,10 +115,8 @@ def _drop_removed_hooks(part: nn.Module) -> None:
 def hooks_during_trace(
     model: nn.Module, parts: Mapping[str, nn.Module], tensors: Mapping[int, Tensor], own_hooks: bool
 ) -> Iterator[None]:
-    """Inside, modules of ``model`` have their parts' hooks and later attributes. ``tensors``: its own, by part id.
-
-    The model itself has no hooks unless ``own_hooks``.
-    """
+    """Inside, modules of ``model`` (itself only if ``own_hooks``) have their parts' hooks and later
+    attributes. ``tensors``: its own, by part id."""
     modules = dict(model.named_modules())
     memo = {**{id(parts[path]): m for path, m in modules.items() if path in parts}, **tensors}
     before = {path: {kind: vars(m)[kind] for kind in (*HOOK_KINDS, *HOOK_FLAGS)} for path, m in modules.items()}
@@ -194,7 +184,7 @@ def _refuse_observer(path: str, hook: Callable[..., Any], sees_output: bool) -> 
 
 
 class _TensorUses(TorchFunctionMode):
-    """Records whether the hook computes or asks anything of tensors, and whether it calls ``requires_grad_``."""
+    """Records whether the hook asks anything of tensors, and calls ``requires_grad_``."""
 
     any = requires_grad = False
 

@@ -1,4 +1,4 @@
-"""The model behind a sharded module, and the call state (modes, flags, hooks) that selects a program."""
+"""The model behind a sharded module, and the call state that selects a program."""
 
 from __future__ import annotations
 
@@ -102,7 +102,6 @@ def torch_defaults() -> tuple[Any, ...]:
 
 
 def any_requires_grad(*tensors: Iterable[Any]) -> bool:
-    """Whether any of these is a tensor that requires a gradient."""
     return any(isinstance(x, Tensor) and x.requires_grad for group in tensors for x in group)
 
 
@@ -151,7 +150,7 @@ def check_call_context(leaves: Sequence[Any], held: Callable[[], Sequence[Tensor
 
 @dataclass(frozen=True, eq=False)
 class TensorSnapshot:
-    """A snapshot of the adopted tensors, and the fields of :class:`CallState` that follow from it."""
+    """A snapshot of the adopted tensors, and the fields of :class:`CallState` from it."""
 
     looks: list[tuple[dict[str, Any], str, Tensor, bool, Any]]
     """(holder dict, key, tensor, requires_grad, :func:`_tensor_signature` or spec) of each tensor"""
@@ -176,11 +175,9 @@ def _tensor_signature(tensor: Tensor) -> Any:
 
 
 class OriginalModel:
-    """``model``, and the modules and tensors that represent it in the sharded module.
-
-    Programs are captured from ``model`` with the modes of ``parts``. Once it is a skeleton, capture
-    takes types and requires_grad from the tensors in ``slots``. So both may change between calls.
-    """
+    """``model``, and the modules and tensors that represent it in the sharded module. Programs are
+    captured from it with the modes of ``parts`` and, once it is a skeleton, the types of
+    ``slots``' tensors: both may change."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -239,7 +236,7 @@ class OriginalModel:
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
-        """The forward hooks of every module, and attributes and fields of plain objects set after compilation."""
+        """Forward hooks of every module; attributes and fields set after compilation."""
         if self._places is None:
             self._places = [vars(part)[kind] for part in self.parts.values() for kind in (*FORWARD_HOOKS, SET_LATER)]
         found = forward_hooks_of(self.parts.items(), self.own_hooks) if any(self._places) else ()
@@ -247,7 +244,6 @@ class OriginalModel:
         return (*found, *(Hook(place, name, value=key) for place, name, key in changed)) if changed else found
 
     def by_original(self) -> dict[int, ShardedSubmodule]:
-        """Parts by id of the user's module."""
         return {id(m): self.parts[path] for path, m in self.model.named_modules(remove_duplicate=False)}
 
     # --- tensors ---
@@ -348,10 +344,8 @@ class OriginalModel:
         return self._states[0][1]
 
     def seen(self, form: Callable[[Tensor], tuple[Any, ...]]) -> TensorSnapshot:
-        """The snapshot of the tensors; in most calls the previous object, unchanged.
-
-        Raises :class:`CaptureError` for removed or untied tensors.
-        """
+        """The snapshot of the tensors; in most calls the previous object, unchanged. Raises
+        :class:`CaptureError` for removed or untied tensors."""
         known = self._seen
         if known is None or len(known.looks) != len(self.slots) + len(self.elsewhere) or not known.is_current():
             held = self.held()
@@ -441,9 +435,7 @@ class OriginalModel:
     @contextlib.contextmanager
     def as_it_is(self, check: Callable[[str, Tensor], None], whole: Callable[[str], Tensor]) -> Iterator[nn.Module]:
         """The model for capture with present modes; once adopted, with present types and flags.
-
-        ``check(name, tensor)`` raises if unusable; ``whole(name)``: values of small buffers.
-        """
+        ``check(name, tensor)`` raises if unusable; ``whole(name)``: values of small buffers."""
         if self.adopted:
             self._follow(check)
         buffers = dict(self.model.named_buffers()) if self.adopted else {}
@@ -466,7 +458,7 @@ class OriginalModel:
                 b.__dict__.pop(BUFFER_VALUES, None)
 
     def _check_fields(self) -> None:
-        """Refuse changed fields of objects that the skeleton has copies of: they hold its modules or tensors."""
+        """Refuse changed fields of objects with modules or tensors, copied by the skeleton."""
         if self.fields is None or not (changed := self.fields.changed):
             return
         ours, copies = ({id(x) for x in plain_objects(of)} for of in (self.parts.values(), self.model.modules()))
@@ -479,10 +471,8 @@ class OriginalModel:
 
     @contextlib.contextmanager
     def users_own(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the user's modules are those of ``model``, a copy, and tensors lead to its own.
-
-        A forward may reach them by a global.
-        """
+        """Inside, the user's modules, which a forward may reach by a global, are those of
+        ``model``, a copy, and lead to its tensors."""
         given = {name: x for name, of in self.taken_from.items() if (x := of()) is not None} if self.adopted else {}
         modules = {path: m for path, m in model.named_modules(remove_duplicate=False) if path in given}
         held = [(x, vars(x)) for x in given.values() if isinstance(x, nn.Module)]
@@ -541,16 +531,13 @@ def meta_buffers(model: nn.Module, names: Collection[str]) -> list[str]:
 
 
 def non_persistent_buffers(model: nn.Module) -> set[str]:
-    """The names of non-persistent buffers."""
     modules = model.named_modules()
     return {f"{path}.{name}" if path else name for path, m in modules for name in m._non_persistent_buffers_set}
 
 
 def meta_skeleton(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` with meta parameters and buffers; ties are kept.
-
-    Other tensors are shared, and so are plain objects that hold none: later captures see writes to them.
-    """
+    """A copy of ``model`` with meta parameters and buffers, ties kept. Other tensors are shared,
+    and so are plain objects that hold none: later captures see writes to them."""
     memo: dict[int, Any] = {**plain_memo(model), id(recording_of(model)): None}
     for p in model.parameters():
         memo[id(p)] = meta_parameter(p)
@@ -577,10 +564,8 @@ def meta_skeleton(model: nn.Module) -> nn.Module:
 
 
 def computed_attributes(model: nn.Module) -> list[Tensor]:
-    """Tensor attributes that are no leaves (old weight norm) or share a parameter's memory.
-
-    ``copy.deepcopy`` refuses the former.
-    """
+    """Tensor attributes that are no leaves (old weight norm; ``copy.deepcopy`` refuses them) or
+    share a parameter's memory."""
     attributes = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
     parameters = storages_of(model.parameters())
     return [x for x in attributes if not x.is_leaf or not parameters.isdisjoint(storages_of([x]))]

@@ -30,12 +30,9 @@ _PLAIN_CLASSES = (Tensor, nn.Parameter)
 
 
 def carry_attributes(tensors: Mapping[str, Tensor], new: Mapping[int, Tensor], memo: Mapping[int, Any]) -> None:
-    """Copy the attributes that users set on the ``tensors`` to their successors.
-
-    ``tensors``: the old ones by name. ``new``: successors by id of the old tensor; ``memo``: of
-    modules. Functions and containers are copied with successors inside. A tensor of the parameter's
-    shape, such as a mask, is sharded like the parameter.
-    """
+    """Copy the attributes that users set on the ``tensors``, by name, to their successors (``new``:
+    by id of the old tensor; ``memo``: of modules), also inside functions and containers. A
+    tensor of the parameter's shape, such as a mask, is sharded like the parameter."""
     memory = storages_of(tensors.values())
     for name, old in tensors.items():
         for attribute, value in user_attributes(old).items():

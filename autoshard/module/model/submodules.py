@@ -24,14 +24,13 @@ from autoshard.module.dtensors.module_dtensor import shard_full
 from autoshard.module.dtensors.outputs import ShardedOutput
 from autoshard.module.logits import gather_logits
 from autoshard.module.model.hooks import SET_LATER, set_later, share_hooks
-from autoshard.passes.capture.exported.pytrees import constant_key
+from autoshard.passes.capture.exported.pytrees import CONSTANT_TYPES, constant_key
 from autoshard.passes.capture.exported.snapshots import NO_ATTRIBUTE, items_or_attributes
 from autoshard.torch_private.capture import skip_package
 from autoshard.torch_private.dtensor import CHECKPOINT_PREFIX, ActivationWrapper
 
 DerivedT = TypeVar("DerivedT")
 _INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
-_PLAIN_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 _WEIGHT_HOLDERS = (Tensor, nn.Module, RemovableHandle, tuple, list, dict, set)
 
 
@@ -190,7 +189,7 @@ def _refuse_backward_hook(register: Callable[..., Any]) -> Any:
 
 
 class ShardedSubmodule(FixedModule):
-    """A submodule of the model, of its class, with modes and tensors; programs of its own run it alone."""
+    """A submodule of the model, of its class; programs of its own run it alone."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The submodule's forward on the mesh, compiled for this call. Hooks on it run eagerly."""
@@ -216,7 +215,7 @@ def shard_like(full: Any, like: DTensor) -> Any:
 
 def is_unchanged_value(old: Any, new: Any) -> bool:
     """Whether assigning ``new`` to ``old`` changes nothing."""
-    return old is new or (isinstance(new, _PLAIN_TYPES) and constant_key(old) == constant_key(new))
+    return old is new or (isinstance(new, CONSTANT_TYPES) and constant_key(old) == constant_key(new))
 
 
 def _refuse_change(what: str) -> NoReturn:
@@ -227,10 +226,8 @@ def _refuse_change(what: str) -> NoReturn:
 
 
 def sharded_submodules(model: nn.Module) -> dict[str, ShardedSubmodule]:
-    """Module path → part; a module with two paths has one part.
-
-    Parts have the modes and attributes of the originals, and no tensors yet.
-    """
+    """Module path → part, without tensors yet; a module with two paths has one part, with its modes
+    and attributes."""
     classes: dict[type, type[ShardedSubmodule]] = {}
     made: dict[int, ShardedSubmodule] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -289,10 +286,8 @@ def derive_class(base: type[DerivedT], kind: type[nn.Module], names: Mapping[str
 
 
 def kept_attributes(module: nn.Module) -> dict[str, Any]:
-    """Plain attributes and configurations that the module's own methods read.
-
-    Nothing that may hold weights: those would be stale.
-    """
+    """Plain attributes and configurations that the module's own methods read; none that may hold
+    weights, which would be stale."""
     keys = {"_keys"} if isinstance(module, nn.ParameterDict) else set()  # even if empty
     return {n: x for n, x in vars(module).items() if n not in _INTERNAL and (n in keys or _is_kept_attribute(x))}
 
@@ -315,7 +310,7 @@ def _are_handles(value: Any) -> bool:
 
 
 def _is_followed(value: Any) -> bool:
-    """Whether programs follow an attribute that is set to ``value``: it holds no tensors or modules."""
+    """Whether programs follow an attribute set to ``value``: no tensors or modules in it."""
     if isinstance(value, dict | list | tuple | set):
         held: Any = items_or_attributes(value)
         return all(map(_is_followed, held.values() if isinstance(held, dict) else held))
@@ -324,7 +319,7 @@ def _is_followed(value: Any) -> bool:
 
 @functools.cache
 def _names_in_code(kind: type) -> frozenset[str]:
-    """Names and strings in the methods of ``kind`` and its bases, up to :class:`torch.nn.Module`."""
+    """Names and strings in the methods of ``kind`` and its bases, up to ``nn.Module``."""
     found: set[str] = set()
     own = [x for c in kind.__mro__[: kind.__mro__.index(nn.Module)] for x in vars(c).values()]
     own += [f for x in own for f in (getattr(x, "fget", None), getattr(x, "__func__", None))]
@@ -342,16 +337,14 @@ def _mentions(kind: type, name: str) -> bool:
 
 
 def _is_plain_constant(value: Any) -> bool:
-    return isinstance(value, _PLAIN_TYPES) or (
+    return isinstance(value, CONSTANT_TYPES) or (
         isinstance(value, tuple) and all(map(_is_plain_constant, tuple.__iter__(value)))
     )
 
 
 def sharded_class(base: type[Any], kind: type[nn.Module], root: type[Any]) -> type[Any]:
-    """A subclass of ``base`` and ``kind`` with the forward signature of ``kind``, or ``base``.
-
-    ``root``: our base class. ``base`` is returned if attribute names clash.
-    """
+    """A subclass of ``base`` and ``kind`` with the forward signature of ``kind``, or ``base`` if
+    attribute names clash. ``root``: our base class."""
     ours = [c for c in base.__mro__ if issubclass(c, root)]
     if any(hasattr(kind, name) for c in ours for name in vars(c).get("__annotations__", ())):
         return base  # attributes of ours have another meaning there
@@ -367,7 +360,6 @@ def sharded_class(base: type[Any], kind: type[nn.Module], root: type[Any]) -> ty
 
 
 def _forward_like(base: type[Any], kind: type[nn.Module]) -> Any:
-    """The forward of ``base`` with the signature of that of ``kind``."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return base.forward(self, *args, **kwargs)

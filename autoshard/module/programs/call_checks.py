@@ -40,10 +40,8 @@ MeetingModule = TypeVar("MeetingModule", bound=HasMeeting)
 def collective_method(
     do: Callable[Concatenate[MeetingModule, P], MethodResult],
 ) -> Callable[Concatenate[MeetingModule, P], MethodResult]:
-    """Decorator of a method that every rank calls; if a rank calls another, all raise.
-
-    The ranks compare the method's name first: collectives of different calls would hang.
-    """
+    """Decorator of a method that every rank calls. Ranks compare its name first: if one calls
+    another, all raise, not hang."""
 
     @functools.wraps(do)
     def together(sharded: MeetingModule, /, *args: P.args, **kwargs: P.kwargs) -> MethodResult:
@@ -54,10 +52,8 @@ def collective_method(
 
 
 class CallLock:
-    """A reentrant lock. ``waits``: other threads wait, also for other modules and traces.
-
-    Ranks that are processes refuse instead: they would see two threads' calls in different orders.
-    """
+    """A reentrant lock. ``waits``: other threads wait, also for other modules and traces. Ranks
+    that are processes refuse instead: they would see two threads' calls in different orders."""
 
     def __init__(self, waits: bool = True) -> None:
         self.waits, self._lock = waits, TRACE_LOCK if waits else once_per_initialisation("turns", threading.RLock)
@@ -80,10 +76,8 @@ class CallLock:
 
 def check_call_leaves(model: nn.Module, leaves: Sequence[Any], spec: Any, device: str | None) -> None:
     """Raise :class:`CaptureError` for inputs without data, on another device, or not dense.
-
-    ``leaves``, ``spec``: of the arguments. ``device``: type of the module's; None if inputs are
-    moved.
-    """
+    ``leaves``, ``spec``: of the arguments; ``device``: type of the module's, None if inputs are
+    moved."""
     if default_device().type == "meta":
         raise CaptureError("the default device is meta, which has no data: call it outside torch.device('meta')")
 
@@ -109,10 +103,8 @@ def check_call_leaves(model: nn.Module, leaves: Sequence[Any], spec: Any, device
 
 
 def check_parametrizations(before: Any, executable: Executable, title: str) -> Any:
-    """Refuse a second call in one ``parametrize.cached()`` that updates parametrizations, as spectral norm.
-
-    Eager would take the value of the first. ``before``: what the last call returned from here.
-    """
+    """Refuse a second call in one ``parametrize.cached()`` that updates parametrizations (spectral
+    norm): eager takes the first's value. ``before``: what the last call returned from here."""
     cache = parametrization_cache()
     if cache is not None and cache is before and (written := executable.written_parametrizations):
         raise CaptureError(
@@ -123,10 +115,8 @@ def check_parametrizations(before: Any, executable: Executable, title: str) -> A
 
 
 def check_outside_tensors(outside: Iterable[Tensor]) -> None:
-    """Raise :class:`CaptureError` if a tensor read ``outside`` of the model requires a gradient.
-
-    For calls that record none although grad mode is on: eager would record it.
-    """
+    """Raise :class:`CaptureError` if a tensor read ``outside`` of the model requires a gradient,
+    which eager would record: for calls that record none although grad mode is on."""
     for x in outside:
         if x.requires_grad:
             raise CaptureError(

@@ -216,11 +216,9 @@ class CompilingModule(FixedModule):
     def specialise(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0, recorded: bool | None = None
     ) -> Executable:
-        """Compile for these arguments and the present :class:`CallState`, unless a program serves them.
-
-        ``number``: count of programs for these arguments that were for other integers in tensors.
-        ``recorded``: record gradients; default: ``training`` of :func:`autoshard.compile`.
-        """
+        """Compile for these arguments and the present :class:`CallState`, unless a program serves
+        them. ``number``: programs that were for other integers in tensors. ``recorded``: record
+        gradients; default: ``training`` of :func:`autoshard.compile`."""
         with self._call_lock:
             args, kwargs = tuple(args), in_signature_order(self._original_model.model.forward, dict(kwargs))
             leaves, spec = flatten_registered((args, kwargs))
@@ -401,7 +399,7 @@ class CompilingModule(FixedModule):
         return note_inference_layouts(self._executables, found)
 
     def _shared_program(self, graph: Graph, known: KnownLayouts, make: Callable[[], Compiled]) -> Compiled:
-        """``make()``; in parts of equal graphs, and after attributes were set that it does not read, the program there is."""
+        """``make()``, or the program there is: of an equal graph, or with unread attributes set."""
         if graph.outside or graph.attached:
             return make()
         of_part, programs = self._part_of is not None, self._programs
@@ -447,10 +445,8 @@ class CompilingModule(FixedModule):
         """Raise :class:`CaptureError` for a parameter or buffer that programs cannot take."""
 
     def relay(self, layouts: Mapping[str, Layout], kept: Mapping[str, Tensor] | None = None) -> None:
-        """Bring adopted tensors, which are replicated, into these layouts, for all modules that hold them.
-
-        ``kept``: full tensors, of sharded ones.
-        """
+        """Bring adopted tensors, which are replicated, into these layouts, for all modules that
+        hold them. ``kept``: full tensors, of sharded ones."""
         self._layout_of.update(layouts)
         object.__setattr__(self, "_parameter_layouts", {**(self._parameter_layouts or {}), **layouts})
 

@@ -166,11 +166,9 @@ class Executable:
         return is_specialization_message(text) or str(EXACTLY) in text
 
     def tried(self, tensor: Callable[[str], Tensor], inputs: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Context of a run: if the program is for other values, draws and writes are undone.
-
-        ``tensor``, ``inputs``: buffers, and written inputs. One program checks before it writes,
-        but a stage writes before later stages check.
-        """
+        """Context of a run: if the program is for other values, draws and writes (``tensor``,
+        ``inputs``: of buffers, and written inputs) are undone: a stage writes before later
+        stages check."""
         if not self._stops:
             return contextlib.nullcontext()
         return _undo_on_other_values(
@@ -196,10 +194,8 @@ class Executable:
         return shape_checker(self.graph.types, self.compiled.symbols, names)
 
     def apart(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Tensor]]:
-        """(leaves with written inputs cloned, written inputs by fqn).
-
-        The values of the program must not see what is written back, unless it writes in place.
-        """
+        """(leaves with written inputs cloned, written inputs by fqn): the values of the program
+        must not see what is written back, unless it writes in place."""
         written = self._written
         if not written:
             return leaves, {}
@@ -237,11 +233,9 @@ class Executable:
     def sharing_memory(
         self, leaves: Sequence[Any], given: Sequence[Any], own: Sequence[Any], ordered: bool = False
     ) -> list[Any]:
-        """Outputs as views of each other and of the arguments ``given``, as in eager.
-
-        ``own``: the arguments as the program knows them: those with a part of a tensor differ.
-        ``ordered``: outputs that are views of nothing have eager's memory order, too.
-        """
+        """Outputs as views of each other and of the arguments ``given``, as in eager. ``own``: the
+        arguments as the program knows them (parts of a tensor differ). ``ordered``: other
+        outputs have eager's memory order."""
         found, names = list(leaves), self.graph.flat_inputs
         values = solve_symbols(self.compiled.symbols, {n: x.shape for n, x in self.named(own).items()})
         for (is_input, of), views in self._views.items():
@@ -274,10 +268,8 @@ class Executable:
         return [i for i, x in values if isinstance(x, Ref) and not self.graph.types[x.name].grad]
 
     def shapes(self, inputs: Sequence[Tensor]) -> Sequence[tuple[int, ...] | None]:
-        """Global shapes of outputs, then of mutated states, for a call with these ``inputs``.
-
-        None for non-tensors and data-dependent lengths, where every rank has the full tensor.
-        """
+        """Global shapes of outputs, then of mutated states, for a call with these ``inputs``; None
+        for non-tensors and data-dependent lengths, where every rank has the full tensor."""
         return self._shapes([shape_and_dtype(x)[0] for x in inputs])
 
     def lengths(self, inputs: Sequence[Tensor]) -> Callable[[Sequence[int]], tuple[int, ...]]:
@@ -300,11 +292,9 @@ class Executable:
 
 
 def _owner_of(owner: Any, shown: Sequence[tuple[Any, bool]]) -> Any:
-    """``owner`` as a tensor of which all can be views; None if there is none.
-
-    ``shown``: outputs to become views, and whether eager gives ``owner`` itself. What stays sharded as
-    state for the next call does so only where no view is a plain tensor.
-    """
+    """``owner`` as a tensor of which all can be views, or None. ``shown``: outputs to become views,
+    and whether eager gives ``owner`` itself. State for the next call stays sharded only where no
+    view is plain."""
     kinds = {type(x) for x in (owner, *(x for x, _ in shown))}
     if not kinds <= {Tensor, ShardedOutput, CachedShards}:
         return None
@@ -393,10 +383,9 @@ _module_numbers = itertools.count()
 
 
 def load_classes(text: str, modules: Mapping[int, str] | None, names: Sequence[str]) -> tuple[type[Any], ...]:
-    """Classes ``names`` of generated source. ``modules``: of its lines, see :class:`Source`.
-
-    Its module stays importable while the first class lives: torch.compile looks up globals there.
-    """
+    """Classes ``names`` of generated source; its module stays importable while the first class
+    lives: torch.compile looks up globals there. ``modules``: of its lines, see
+    :class:`Source`."""
     module = types.ModuleType(f"autoshard_rank_module_{next(_module_numbers)}")
     exec(compile(text, "<autoshard rank_module.py>", "exec"), module.__dict__)
     found = tuple(getattr(module, name) for name in names)
@@ -491,9 +480,7 @@ _BUFFER_ADVICE = (
 
 def run_first_match(serve: Callable[[int], Served], served: Iterable[int] = ()) -> Served:
     """``serve(number)`` of the first program that fits the integers of inputs and buffers.
-
-    ``served``: numbers that fitted earlier calls, latest last; tried first.
-    """
+    ``served``: numbers that fitted earlier calls, latest last; tried first."""
     latest = list(served)[::-1]
     numbers = (*latest, *(n for n in range(_MAX_PROGRAMS) if n not in latest))
     for number in numbers:

@@ -1,4 +1,4 @@
-"""State passed between calls, such as KV caches: which outputs are state, and where their shards stay."""
+"""State passed between calls (KV caches): which outputs are, and where shards stay."""
 
 from __future__ import annotations
 
@@ -49,10 +49,8 @@ class StageHome:
 
 
 class StageResidentOutput(ShardedOutput):
-    """An output with shards on the ranks of one stage; most operations gather it first.
-
-    Gathering is collective over the ranks of all stages. In-place writes reach the shards.
-    """
+    """An output with shards on one stage's ranks. In-place writes reach these; most operations
+    gather it, collectively."""
 
     home: StageHome
 
@@ -128,11 +126,9 @@ def _plain_to_meta(x: Tensor) -> Tensor:
 
 
 def is_state_output(graph: Graph, parameters: Collection[str]) -> tuple[bool, ...]:
-    """Per output whether it is state for the next call. ``parameters``: names of the forward's.
-
-    State: fields named as an argument, objects of the model's classes (caches), nested tuples,
-    tensors put into dict arguments. Other fields (logits, hidden states) are results.
-    """
+    """Per output whether it is state for the next call: fields named as an argument, objects of the
+    model's classes (caches), nested tuples, tensors put into dict arguments; not logits or
+    hidden states. ``parameters``: names of the forward's."""
     own = _are_states(graph.out_spec, parameters)
     return (*own, *[True] * (len(graph.outputs) - len(own)))
 
@@ -161,10 +157,8 @@ def is_kept_state(x: Any) -> bool:
 
 
 class CachedShards(GatheredOnUse):
-    """A tensor held as shards by simulated ranks; programs read shards, others the full tensor.
-
-    The full tensor is joined on first use; then the shards are views of it.
-    """
+    """A tensor held as shards by simulated ranks, which programs read; others join the full tensor,
+    of which the shards then are views."""
 
     placements: tuple[Any, ...]
     _layout: Layout
@@ -181,7 +175,6 @@ class CachedShards(GatheredOnUse):
 
     @property
     def carried_in(self) -> Layout:
-        """The layout of the shards."""
         return self._layout
 
     def lies_on(self, mesh: Mesh) -> bool:

@@ -38,12 +38,9 @@ def join_shards(
     what: str,
     computed: torch.dtype | None = None,
 ) -> Tensor:
-    """The full tensor from ``shards`` by rank. ``what`` names it in errors.
-
-    ``shape``: global; None if data-dependent, where every rank has the full tensor. ``computed``:
-    the dtype whose rounding replicas may differ by; default: their own. Raises
-    :class:`RuntimeMismatchError` if replicas differ by more.
-    """
+    """The full tensor from ``shards`` by rank. ``shape``: global; None if data-dependent, where
+    every rank has the full tensor. ``computed``: the dtype by whose rounding replicas may differ
+    (default: their own), else :class:`RuntimeMismatchError`, which names ``what``."""
     shape = shards[0].shape if shape is None else shape
     full = shards[0].new_zeros(tuple(shape))
     whole = [i for i, p in enumerate(layout.placements) if not isinstance(p, Partial | Shard)]
@@ -95,7 +92,7 @@ def _check_equal(a: Tensor, b: Tensor, what: str, rank: int, layout: Layout, com
 
 
 def shard_for_ranks(full: Tensor, layout: Layout, name: str, computed: torch.dtype | None = None) -> tuple[Tensor, ...]:
-    """Shards of ``full`` by rank; the backward joins their gradients. ``computed``: as of :func:`join_shards`."""
+    """Shards of ``full`` by rank; the backward joins gradients. See :func:`join_shards`."""
     return _ShardForRanks.apply(full, layout, name, computed)
 
 

@@ -1,9 +1,7 @@
 """What ranks agree on over a gloo group of their own, and the comparison of replicas by checksum.
-
-The numbers of an agreement are gathered in the background while a call begins. Before the first
-collective all ranks must have the same numbers: a backend may hang or abort where ranks begin
-different collectives. Where ranks cannot go on together, every rank raises.
-"""
+Numbers are gathered in the background while a call begins. They must be equal before the first
+collective, as backends may hang where ranks begin different ones. Where ranks cannot go on
+together, every rank raises."""
 
 from __future__ import annotations
 
@@ -50,7 +48,6 @@ def _cpu_tensor(numbers: object) -> Tensor:
 
 class Agreement:
     """The agreements of one module; every rank creates it and calls it in the same order.
-
     ``group``: a gloo group, by default of all ranks."""
 
     def __init__(self, notes: FailureNotes, group: Any = None) -> None:
@@ -155,7 +152,6 @@ class Agreement:
         return full
 
     def texts(self, mine: str) -> list[str]:
-        """The texts of all ranks."""
         if self.ranks == 1:
             return [mine]
         data = mine.encode()
@@ -210,10 +206,8 @@ def ranks_in_words(ranks: Sequence[int], most: int = 8) -> str:
 
 
 def asked_checks() -> dict[str, int]:
-    """Parse AUTOSHARD_CHECK (``inputs,replicas=100``): name → check every n-th call.
-
-    Raises :class:`PlanError` for an unknown name.
-    """
+    """Parse AUTOSHARD_CHECK (``inputs,replicas=100``): name → check every n-th call. Raises
+    :class:`PlanError` for an unknown name."""
     found = {}
     for part in filter(None, (p.strip() for p in os.environ.get("AUTOSHARD_CHECK", "").split(","))):
         name, _, every = part.partition("=")
@@ -227,7 +221,6 @@ def asked_checks() -> dict[str, int]:
 
 
 def _gloo_group() -> Any:
-    """A gloo group of all ranks."""
     return once_per_initialisation("agreement", lambda: dist.new_group(backend="gloo"))
 
 
@@ -270,11 +263,9 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def rank0_values(agreement: Agreement, tensors: Mapping[str, Tensor], title: str) -> Iterator[tuple[str, Tensor]]:
-    """Rank 0's values (on the CPU) of tensors that differ or lack data on another rank.
-
-    Collective. Names, shapes and dtypes are equal. Rank 0 warns of different data, not of missing
-    data. Raises :class:`RuntimeMismatchError` on every rank if only rank 0 has no data.
-    """
+    """Rank 0's values (on the CPU) of tensors that differ or lack data on another rank; names,
+    shapes and dtypes are equal. It warns of different data. Raises :class:`RuntimeMismatchError`
+    on every rank if only rank 0 has none. Collective."""
     rows = agreement.numbers_of(list(tensors.values()))
     found = [(n, i) for i, n in enumerate(tensors) if differing_ranks(rows, i)]
     lost = [n for n, i in found if rows[0][i] == _META_CHECKSUM]

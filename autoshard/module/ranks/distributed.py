@@ -1,4 +1,4 @@
-"""This rank's module under torch.distributed: DTensor parameters, programs on their local shards."""
+"""This rank's module under torch.distributed: DTensor parameters, programs on shards."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ class DistributedModule(RankLocalModule):
         self._comm.device = self._device
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """See :meth:`ShardedModule.save`. Raises :class:`PlanError` on a ``DeviceMesh`` of some ranks."""
+        """See :meth:`ShardedModule.save`. :class:`PlanError` on a ``DeviceMesh`` of some ranks."""
         if not self.is_staged and self.device_mesh in PART_MESHES:
             raise PlanError(
                 f"save() needs a module of all {dist.get_world_size()} ranks, but the mesh ({self.mesh}) has "
@@ -305,10 +305,8 @@ class DistributedModule(RankLocalModule):
         return tuple(stated_layout(x, self._program_mesh) for x in pytree.tree_leaves((tuple(args), dict(kwargs))))
 
     def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See :meth:`Compiling._whole`: plain tensors on the device where the model is captured.
-
-        Collective for local inputs; large ones have no data.
-        """
+        """See :meth:`Compiling._whole`: plain tensors on the device of capture. Collective for
+        local inputs; large ones have no data."""
 
         def whole(x: Tensor) -> Tensor:
             if not isinstance(x, DTensor) and (x.is_meta or x.device.type == self._home.type):
@@ -375,12 +373,9 @@ class DistributedModule(RankLocalModule):
             return super().specialise(args, kwargs, number, recorded)
 
     def _serving(self, call: ModuleCall, number: int) -> Executable:
-        """See :meth:`Compiling._serving`. Ranks compare the guards while the program runs.
-
-        Not if this rank repeats its last call and called no other module since. Input values are
-        compared before, see :class:`Comparisons`. A waiting rank compares again, see
-        :class:`Notes`.
-        """
+        """See :meth:`Compiling._serving`. Ranks compare the guards while the program runs, unless
+        this one repeats its last call and called no other module since; again while waiting
+        (:class:`Notes`). Input values are compared before (:class:`Comparisons`)."""
         notes, agreement = self._comm.notes, self._agreement
         executable, again = self._program_for(call, number), notes.calls_again()
         # Lengths of a growing KV cache are known to all ranks.
@@ -415,11 +410,8 @@ class DistributedModule(RankLocalModule):
         return (range(self.mesh.size),)
 
     def _repeats(self, executable: Executable) -> bool:
-        """Whether ranks need not compare repeated calls: a collective would notice a difference.
-
-        Inside no_sync() the backward may have no collective. Backends other than gloo may hang or
-        abort on different collectives.
-        """
+        """Whether ranks need not compare repeated calls, as a collective would notice a difference:
+        inside no_sync() the backward may have none, and backends other than gloo may hang."""
         collectives = executable.compiled.plan.collectives
         return self._on_gloo and any(c.phase == "forward" or not self._deferred for c in collectives)
 
@@ -468,10 +460,8 @@ class DistributedModule(RankLocalModule):
     def _new_values(
         self, program: Program, results: Sequence[Any], shapes: Sequence[Sequence[int] | None]
     ) -> dict[str, Tensor]:
-        """Mutated states from the rank module, by original name: DTensors if sharded.
-
-        ``shapes``: global, of outputs and states.
-        """
+        """Mutated states from the rank module, by original name: DTensors if sharded. ``shapes``:
+        global, of outputs and states."""
         found, first = {}, len(program.outputs)
         for (fqn, name), new, shape in zip(program.mutations.items(), results[first:], shapes[first:], strict=True):
             layout, local = program.layouts[name], new.detach()
@@ -560,5 +550,4 @@ def _is_not_dtensor(leaf: Any) -> bool:
 
 
 def default_device_type() -> str:
-    """Device type of the ranks."""
     return "cuda" if "nccl" in str(dist.get_backend()) else "cpu"

@@ -1,8 +1,6 @@
 """Parameters of one rank on their way into a forward, and what ``.grad`` is after the backward.
-
-Inside ``no_sync()`` a gradient stays a summand: a DTensor that is Partial over the axes of its last
-sum. The next backward outside adds it, so that several backwards cost one reduction.
-"""
+Inside ``no_sync()`` a gradient stays a summand, a DTensor Partial over the axes of its last sum,
+which the next backward outside adds: one reduction."""
 
 from __future__ import annotations
 
@@ -78,11 +76,9 @@ def _parameter_shards(parameters: Sequence[Any]) -> list[Tensor]:
 
 
 class _LocalShards(LeanFunction):
-    """DTensor parameters → local shards (but those that enter ahead) and an empty tensor.
-
-    The backward makes DTensor gradients with the parameters' placements. It includes
-    :func:`runtime.wait_gradients`; reductions under way are ``pending``.
-    """
+    """DTensor parameters → local shards (but those that enter ahead) and an empty tensor. The
+    backward makes DTensor gradients, :func:`runtime.wait_gradients` included; reductions under
+    way are ``pending``."""
 
     @staticmethod
     def forward(ctx: Any, pending: runtime.Gradients, *parameters: Any) -> tuple[Tensor, ...]:
@@ -145,10 +141,8 @@ def _takes_gradient_directly(p: Any, local: Tensor) -> bool:
 
 
 def _unshared_gradients(gradients: Sequence[Tensor | None], brought: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """``gradients``, with copies of those ``brought`` by autograd that others hold, too.
-
-    Autograd copies so for plain parameters: operands of a sum share one gradient tensor.
-    """
+    """``gradients``, with copies of those ``brought`` by autograd that others hold, too (operands
+    of a sum share one), as autograd does for plain parameters."""
     own = list(gradients)
     kept = [i for i, g in enumerate(gradients) if g is not None and g is brought[i] and not g.is_sparse]
     places = [g.data_ptr() for g in brought if g is not None and not g.is_sparse] if kept else []
@@ -161,10 +155,8 @@ def _unshared_gradients(gradients: Sequence[Tensor | None], brought: Sequence[Te
 
 
 def _accumulate_or_dense(p: Any, gradient: Tensor, spec: Any) -> Tensor | None:
-    """A dense gradient with the parameter's strides; None for sparse ones, which join ``p.grad``.
-
-    Sparse ones become dense if autograd accumulates none. Fused optimizers need equal strides.
-    """
+    """A dense gradient with the parameter's strides, which fused optimizers need; None for sparse
+    ones, which join ``p.grad`` or, if autograd accumulates none, become dense."""
     if _strides_match(p, gradient):
         return gradient
     if not gradient.is_sparse:
@@ -364,14 +356,12 @@ class RankProgram:
         )
 
     def without_last(self) -> RankProgram:
-        """This program, with the gradient of every parameter reduced where the backward makes it."""
+        """This program, with every gradient reduced where the backward makes it."""
         return replace(self, last=(frozenset(), ()), trained={}) if self.last[1] else self
 
     def tensors(self, model: OriginalModel, aside: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:
-        """This rank's shards of all tensors of ``model`` that a forward reads.
-
-        ``aside``: local tensors of parameters that others read, too; see :meth:`without_last`.
-        """
+        """This rank's shards of all tensors of ``model`` that a forward reads. ``aside``: local
+        tensors of parameters that others read, too; see :meth:`without_last`."""
         found, held = dict(self.constants), model.each(self.parameters)
         is_trained = tuple(
             [self.recorded and p.requires_grad and n not in aside for n, p in zip(self.parameters, held, strict=True)]
@@ -391,7 +381,6 @@ class RankProgram:
         return found
 
     def _trained(self, flags: tuple[bool, ...]) -> TrainedParameters:
-        """The trained parameters for these flags."""
         if flags not in self.trained:
             names = tuple(itertools.compress(self.parameters, flags))
             last = tuple(i for i, name in enumerate(names) if name in self.last[0])
@@ -412,12 +401,9 @@ class RankProgram:
 
 
 def summed_last(program: Program, comm: Communicator) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Parameters (and axes) whose gradients are small enough for one reduction after the backward.
-
-    They need no autograd node per block. Not if the forward reads one elsewhere, which brings no
-    partial sum, or if others are trained, such as tables. Expert weights do not count: their
-    exchange comes before.
-    """
+    """Parameters (and axes) whose gradients are small enough for one reduction after the backward,
+    without a node per block. Not if the forward reads one elsewhere (no partial sum), or if
+    others are trained, such as tables; expert weights, exchanged before, do not count."""
     entering = [s for s in program.statements if s.call.fn == "enter_parameters"]
     groups = {comm.active(s.call.args[1]) for s in entering}
     names = {name for s in entering for name in reads(s)}
@@ -442,10 +428,8 @@ def summed_last(program: Program, comm: Communicator) -> tuple[frozenset[str], t
 
 
 def entering_alone(program: Program) -> frozenset[str]:
-    """Parameters read only by entering their blocks: they may enter before the forward.
-
-    Not in a recomputed block, which lets them enter again in the backward.
-    """
+    """Parameters that may enter before the forward: read only by entering their blocks, and not in
+    a recomputed one."""
     counts = Counter(name for s in program.statements for name in reads(s))
     entering = (s for s in program.statements if s.call.fn == "enter_parameters" and not s.again)
     names = {name for s in entering for name in reads(s) if counts[name] == 1} - program.returned

@@ -49,10 +49,8 @@ class StageOutputsModule(DistributedModule):
         return self._new_values(part.compiled.program, pipeline.made[number][-1], pipeline.shapes(part))
 
     def _made_everywhere(self, pipeline: ProgramPipeline, given: Mapping[str, Tensor]) -> list[list[Any]]:
-        """The model's outputs per micro-batch, on every rank, sent from their stages.
-
-        Inputs that are returned (``given``) are on every rank already.
-        """
+        """The model's outputs per micro-batch, on every rank, sent from their stages; returned
+        inputs (``given``) are there already."""
         graph = pipeline.executable.graph
         made = [[None if isinstance(out, Ref) else out for out in graph.outputs] for _ in range(pipeline.count)]
         for number, stage in enumerate(pipeline.stages.each):
@@ -232,10 +230,8 @@ class PipelinedModule(StageOutputsModule):
                 self._load(tensor, state[name])
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """See :meth:`ShardedModule.load_state_dict`; a rank loads its stages' entries.
-
-        A misshapen entry of another stage raises here, too.
-        """
+        """See :meth:`ShardedModule.load_state_dict`; a rank loads its stages' entries. A misshapen
+        entry of another stage raises here, too."""
         whole = self.all_stages_state_dict()
         elsewhere = whole.keys() - self.state_dict().keys()
         for n in sorted(elsewhere & state_dict.keys()):
@@ -451,10 +447,8 @@ class PipelinedModule(StageOutputsModule):
             torch_state.set_generator_states(unpacked_generator_states(state, self._device))
 
     def _sum_tied(self, pipeline: ProgramPipeline, pairs: ParameterLeaves) -> None:
-        """Add up the gradients of tied parameters over the stages that hold them.
-
-        This program may read one in fewer stages than the first did; all of them train their copy.
-        """
+        """Add up the gradients of tied parameters over all stages that hold them, also where this
+        program reads them in fewer."""
         assert self._stage_homes is not None
         leaves, read = {id(p): leaf for p, leaf in pairs}, pipeline.stages.homes
         for fqn, homes in sorted(self._stage_homes.items()):

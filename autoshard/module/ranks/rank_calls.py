@@ -1,4 +1,4 @@
-"""A call on one rank: its inputs as local shards, and what ranks compare (shapes, state, checksums)."""
+"""A call on one rank: its inputs as local shards, and what ranks compare."""
 
 from __future__ import annotations
 
@@ -38,12 +38,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(x: Tensor, most: int | None = None) -> Tensor:
-    """A multilinear hash: an int64 scalar on the device of ``x``.
-
-    Zero for tensors without strided data (meta, sparse, nested, empty). ``most``: number of sampled
-    elements; None: all. Sums 64-bit words times random odd weights modulo 2^64, then hashes the
-    sums. Tensors of one shape that differ collide with a chance of about 2^-33.
-    """
+    """A multilinear hash: an int64 scalar on the device of ``x``; zero for tensors without strided
+    data (meta, sparse, nested, empty). ``most``: number of sampled elements; None: all. Hashes
+    sums of 64-bit words times random odd weights modulo 2^64: tensors of one shape collide with
+    a chance of about 2^-33."""
     if x.is_meta or x.layout != torch.strided or x.is_nested or not x.numel():
         return torch.zeros((), dtype=torch.int64, device="cpu" if x.is_meta else x.device)
     if most is not None and x.numel() > most:
@@ -65,7 +63,6 @@ def _int64_words(x: Tensor) -> Tensor:
 
 
 def _row_hashes(words: Tensor) -> Tensor:
-    """One hash per row of words."""
     words = words * _HASH_MULTIPLIER
     words = words ^ ((words >> 32) & 0xFFFFFFFF)  # else changes of high bits (signs) would cancel
     weights = _hash_weights(words.device)
@@ -90,10 +87,8 @@ def local_input(part: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
 
 
 def shard_or_full(x: DTensor, mesh: DeviceMesh) -> Tensor:
-    """A DTensor input with sharded and replicated placements only; plain if replicated.
-
-    Other placements are gathered. Raises :class:`CaptureError` for a DTensor on another mesh.
-    """
+    """A DTensor input with sharded and replicated placements only (others are gathered); plain if
+    replicated. Raises :class:`CaptureError` for a DTensor on another mesh."""
     if x.device_mesh is not mesh and x.device_mesh.mesh.tolist() != mesh.mesh.tolist():
         raise CaptureError(
             f"an input of shape {list(x.shape)} is a DTensor on the mesh {x.device_mesh}, but "
@@ -156,11 +151,9 @@ def gather_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def input_checksums(leaves: Sequence[Any], most: int | None) -> tuple[int, int]:
-    """Two checksums of the inputs: of global ones, and of this rank's local shards.
-
-    ``most``: sampled elements per input; None: all. Skips state on one stage: others cannot
-    compare.
-    """
+    """Two checksums of the inputs: of global ones, and of this rank's local shards. ``most``:
+    sampled elements per input; None: all. Skips state on one stage, which others cannot
+    compare."""
     numbers = [0, 0]
     for x in leaves:
         if isinstance(x, Tensor) and not isinstance(x, StageResidentOutput):
@@ -247,10 +240,8 @@ def meeting_claims(notes: FailureNotes, what: str) -> tuple[Claim, ...]:
 def value_claims(
     leaves: Sequence[Any], mesh: Mesh, places: Sequence[Sequence[int]], most: int | None
 ) -> tuple[Claim, ...]:
-    """Claims on the data of inputs. ``most``: see :meth:`Comparisons.due`.
-
-    ``mesh``: of programs; ``places``: per stage its ranks, in the order of ``mesh``.
-    """
+    """Claims on the data of inputs. ``most``: see :meth:`Comparisons.due`; ``mesh``: of programs;
+    ``places``: per stage its ranks, in the order of ``mesh``."""
     whole, parts = (0, 0) if most == 0 else input_checksums(leaves, most)
     first = first_peers(leaves, mesh) if parts else range(mesh.size)
     same = {rank: places[0][first[at]] for ranks in places for at, rank in enumerate(ranks)}

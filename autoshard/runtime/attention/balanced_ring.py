@@ -1,5 +1,4 @@
 """Balanced causal ring attention in sequence order: early ranks compute tiles of late ranks.
-
 Rank i sees the keys of the i ranks before it. In step t = 1 … n/2 it receives the keys of rank i -
 t. The first t ranks have none to receive. They get queries of a late rank, compute them over their
 own keys, and return the result with its log-sum-exp (Li et al. 2023, DistFlashAttn; tiles:
@@ -44,9 +43,8 @@ class _BalancedRing:
         other: Callable[[HelperShare, Tensors], Tensors],
         take: Callable[[HelperShare, Tensors], None],
     ) -> Generator[Hop, Arrival, None]:
-        """Run all steps. ``own`` computes this rank's tile, ``other`` a share with what arrived.
-
-        ``other`` returns what to send back for it, and ``take`` receives that of other ranks."""
+        """Run all steps: ``own`` computes this rank's tile, ``other`` a share, which ``take``
+        receives on its rank."""
         steps, behind = range(len(self.steps)), None
         arrival = (yield self.there(0)) if steps else None
         own()

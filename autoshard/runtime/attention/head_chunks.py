@@ -1,5 +1,4 @@
 """Attention over keys and values all-gathered in head chunks (or batch chunks of one head).
-
 Queries, keys and values are sharded along the sequence, and queries stay. Keys and values of one
 head chunk are gathered from all ranks and meet the query heads that share them, while the next
 chunk is gathered. Then they are freed. The backward gathers each chunk once more. It

@@ -1,8 +1,5 @@
-"""Attention on one rank's shards (heads, queries or keys), and one op for masks by position.
-
-``kv_heads``, ``causal_mask`` and ``attention`` take sharded heads, queries or keys. ``banded_op``
-is the op that attention masked by position becomes: causal, sliding window, ALiBi, document masks,
-attention sinks."""
+"""Attention on one rank's shards (heads, queries or keys), and ``banded_op``: attention masked by
+position (causal, sliding window, ALiBi, document masks, attention sinks)."""
 
 from __future__ import annotations
 
@@ -28,10 +25,8 @@ from autoshard.runtime.transport.window import Interval
 
 def kv_heads(x: Tensor, heads: int, axes: Axes, groups: int, group_axes: Axes = ()) -> Tensor:
     """The KV head of each local query head: [..., local groups, t, d] → [..., local heads, t, d].
-
-    Grouped-query attention: ``heads`` query heads, sharded by ``axes``, share ``groups`` KV heads,
-    sharded by ``group_axes``. If ``group_axes`` are not the outer ones of ``axes``, KV heads are
-    gathered first."""
+    ``heads`` query heads, sharded by ``axes``, share ``groups`` KV heads, sharded by
+    ``group_axes`` and gathered first if these are not the outer ones of ``axes``."""
     comm = current()
     outer, cut = comm.active(group_axes), comm.active(axes)
     start = offset(groups, group_axes)
@@ -45,7 +40,6 @@ def causal_mask(
     query: Tensor, key: Tensor, queries: int = 0, query_axes: Axes = (), keys: int = 0, key_axes: Axes = ()
 ) -> Tensor:
     """This rank's shard of the causal mask: query [..., s, e], key [..., t, e] → [s, t] bool.
-
     ``queries`` and ``keys``: global lengths if sharded, by ``query_axes`` and ``key_axes``."""
     row = offset(queries, query_axes) + torch.arange(query.shape[-2], device=query.device)
     column = offset(keys, key_axes) + torch.arange(key.shape[-2], device=query.device)
@@ -65,7 +59,6 @@ def attention(
     batch: int | None = None,
 ) -> Tensor:
     """Unfused attention: for sharded keys, or for dropout that equals one device's.
-
     query [..., s, e], key [..., t, e], value [..., t, d]. ``shape``: global shape of the weights
     [..., s, t]; ``cuts``: the axes that shard each of its dims. With sharded keys the result is P,
     and the softmax all-reduces maxima and sums. Follows ATen's math path, so that a seed drops the
@@ -86,7 +79,6 @@ def attention(
 
 def dropout_attention(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, axes: Axes, **given: Any) -> Tensor:
     """``F.scaled_dot_product_attention`` with dropout from a random stream of this rank's shard.
-
     ``axes``: those that shard batch, heads or queries; ``given``: its other arguments."""
     with own_stream(query.device, shard_seed([axes])):
         return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, **given)
@@ -109,7 +101,6 @@ def banded_attention(
     **form: Any,
 ) -> Tensor:
     """``scaled_dot_product_attention``: query i sees keys i - ``before`` to i + ``after``.
-
     query [..., s, e], key [..., t, e], value [..., t, d] → [..., s, d]; None: no limit.
     ``attn_mask`` [..., s, t] hides more: bool, or added to the scores without a gradient. An
     integer mask [..., 1, t] is a document mask (s = t). ``sinks`` [h]: attention sink, the score of

@@ -1,5 +1,4 @@
 """Ring attention (Liu et al. 2023) and attention over gathered keys: context parallelism.
-
 Queries, keys and values are sharded along the sequence, and queries stay. In each step a rank
 computes with the keys and values it has while it sends them to the next rank. Partial results merge
 by log-sum-exp. In the backward keys and values go around the ring once more, followed by their
@@ -36,7 +35,6 @@ def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, attn_mask: OrNone = None, sinks: OrNone = None
 ) -> Tensor:
     """Ring attention: queries, keys, values sharded along the sequence by ``spec.axes``, S → S.
-
     query [..., s, e], key [..., t, e], value [..., t, d], attn_mask [..., s, full t]. Key and value
     may have fewer heads (GQA). In zigzag order (keys and values only among more than two ranks) no
     mask may have rows. ``spec.helpers`` (:mod:`~autoshard.runtime.attention.balanced_ring`) needs
@@ -50,20 +48,17 @@ def ring_attention(
 def gathered_attention(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, attn_mask: OrNone = None, sinks: OrNone = None
 ) -> Tensor:
-    """:func:`ring_attention` with KV all-gathered in ``spec.pieces`` head chunks: S → S.
-
-    While one chunk is computed, the next is gathered (:mod:`~autoshard.runtime.attention.head_chunks`).
-    Operands without a head or batch dim have one chunk there. Zigzag order: queries alone are
-    swapped; each rank brings gathered keys that are in that order into sequence order."""
+    """:func:`ring_attention` with KV all-gathered in ``spec.pieces`` head chunks, each while the
+    one before is computed (one chunk without a head or batch dim): S → S. In zigzag order
+    queries alone are swapped; gathered keys are brought into sequence order."""
     return _tiled_attention((query, key, value, sinks), spec, attn_mask, chunked_forward, chunked_backward)
 
 
 def banded_rows(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, attn_mask: OrNone = None, sinks: OrNone = None
 ) -> Tensor:
-    """:func:`ring_attention` with replicated keys and values: only queries may be sharded.
-
-    The zigzag order is theirs alone. ``attn_mask`` is sharded by its rows if it has any."""
+    """:func:`ring_attention` with replicated keys and values: only queries may be sharded, and in
+    zigzag order. ``attn_mask`` is sharded by its rows if it has any."""
     return _tiled_attention((query, key, value, sinks), spec, attn_mask, ring_forward, ring_backward)
 
 

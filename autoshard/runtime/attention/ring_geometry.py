@@ -44,7 +44,7 @@ ALL_KEYS, CAUSAL = Band(), Band(None, 0)
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Attention in tiles: what a query sees, how scores become weights, how the sequence is sharded."""
+    """Attention in tiles: what a query sees, how scores are weighed, how it is sharded."""
 
     queries: int | None = None
     keys: int | None = None
@@ -88,11 +88,9 @@ class AttentionSpec:
 @lru_cache(maxsize=1024)
 def rank_spans(size: int, ranks: tuple[int, ...], folded: bool) -> tuple[Chunks, ...]:
     """Per rank of a ring over axes of these sizes: its intervals of a sequence of ``size``.
-
-    ``folded``: zigzag order. Each chunk's first half is swapped with that of the mirrored rank.
-    Under a causal mask the work of a row grows with its position, so an early and a late half give
-    all ranks equal work. The halves stay in sequence order. The late half sees more of the rank's
-    own keys, which are computed while others arrive."""
+    ``folded``: zigzag order, where each chunk's first half is swapped with the mirrored rank's:
+    under a causal mask early and late halves balance. The late half sees more of the rank's own
+    keys, while others arrive."""
     cut = chunks(size, ranks)
     if not folded:
         return tuple((c,) for c in cut)
@@ -104,10 +102,9 @@ def rank_spans(size: int, ranks: tuple[int, ...], folded: bool) -> tuple[Chunks,
 def query_and_key_spans(
     queries: int, keys: int, ranks: tuple[int, ...], folded: bool, carried: bool = False
 ) -> tuple[tuple[Chunks, ...], tuple[Chunks, ...]]:
-    """:func:`rank_spans` of queries and keys of a ring. ``keys_at_step``: both arrive in zigzag order.
-
-    With two ranks, zigzag queries alone balance the work: each rank sees all keys after one hop,
-    which begins before any tile is computed."""
+    """:func:`rank_spans` of queries and keys of a ring. ``keys_at_step``: both arrive in zigzag
+    order. With two ranks zigzag queries alone balance the work: all keys are there after one
+    hop."""
     return rank_spans(queries, ranks, folded or carried), rank_spans(
         keys, ranks, carried or (folded and math.prod(ranks) > 2)
     )
@@ -125,7 +122,6 @@ def _interval_halves(interval: Interval) -> tuple[Interval, Interval]:
 
 
 def total_length(intervals: Chunks) -> int:
-    """Total length of the intervals."""
     return sum(length for _, length in intervals)
 
 
@@ -165,9 +161,8 @@ class TileGroup(NamedTuple):
 def tile_groups(
     queries: Chunks, keys: Chunks, band: Band, apart: bool = False, some: bool = False
 ) -> tuple[TileGroup, ...]:
-    """:func:`band_tiles` merged into as few kernels as possible, unless ``apart``.
-
-    Halves of zigzag order merge where they see the same keys; with their own they are one tile."""
+    """:func:`band_tiles` merged into as few kernels as possible, unless ``apart``: halves of zigzag
+    order merge where they see the same keys."""
     found = {(rows, columns): band_tiles((rows,), (columns,), band, some) for rows in queries for columns in keys}
     whole = {at for at, several in found.items() if several == [Tile(*at)]}
     aligned = {at for at, several in found.items() if several == [Tile(*at, aligned=True)]}
@@ -214,7 +209,6 @@ def window_blocks(rows: Interval) -> list[Interval]:
 
 
 def _sees_all(rows: Interval, columns: Interval, band: Band) -> bool:
-    """Whether every row sees every column."""
     last_row, last_column = sum(rows) - 1, sum(columns) - 1
     begins = band.before is None or columns[0] >= last_row - band.before
     return begins and (band.after is None or last_column <= rows[0] + band.after)
@@ -297,12 +291,10 @@ class HelperShare(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def helper_shares(cut: tuple[Chunks, ...]) -> tuple[tuple[HelperShare, ...], ...]:
-    """Per step and rank of a balanced ring of n: the tile besides its own diagonal tile.
-
-    In step t = 1 … n/2 a rank computes its rows over the columns of the rank t before it. The first
-    t ranks have no such columns. They help the last t: their own columns over the rows of the rank
-    t before them, modulo n. So each tile is computed once, and all ranks compute as much. For t = n
-    - t two ranks get the same tile: half each."""
+    """Per step and rank of a balanced ring of n: the tile besides its own diagonal tile. In step t
+    = 1 … n/2 a rank computes its rows over the columns of the rank t before it. The first t
+    ranks, which have none, help the last t: own columns over the rows of the rank t before,
+    modulo n. For t = n / 2 two ranks share a tile."""
     n = len(cut)
     return tuple(tuple(_helper_share(cut, rank, step) for rank in range(n)) for step in range(1, n // 2 + 1))
 

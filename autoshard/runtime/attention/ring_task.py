@@ -1,8 +1,6 @@
-"""One rank's part of ring attention: tiles, masks, and messages, forward and backward.
-
-A ``RingTask`` knows which keys arrive at which step, where they lie in the sequence, and what masks
-them. The forward and the backward are per-rank coroutines
-(:mod:`autoshard.runtime.transport.rank_coroutines`)."""
+"""One rank's part of ring attention: tiles, masks, and messages, forward and backward, as per-rank
+coroutines. A ``RingTask`` knows which keys arrive when, where they lie in the sequence, and what
+masks them."""
 
 from __future__ import annotations
 
@@ -126,8 +124,8 @@ class RingTask(NamedTuple):
         self, xs: Tensors, of: Sequence[tuple[Chunks, ...]], back: bool
     ) -> Generator[Hop, Arrival, tuple[Tensors, Arrival]]:
         """Begin to swap first halves with the mirrored rank: (tensors, a call that completes them).
-
-        ``of``: per tensor the intervals of every rank. ``back``: from zigzag to sequence order."""
+        ``of``: per tensor the intervals of every rank. ``back``: from zigzag to sequence
+        order."""
         ranks = len(self.rows)
         mirror = ranks - 1 - self.me
         at = received_half(self.me, ranks)
@@ -248,10 +246,9 @@ def position_of(intervals: Chunks, interval: Interval, *more: Interval) -> Inter
 
 
 def _split_for_swap(x: Tensor, held: Chunks, at: int, folded: bool) -> tuple[Tensor, Tensor]:
-    """(half that stays, half that the mirrored rank has in the other order).
-
-    ``held``: the intervals in zigzag order, where number ``at`` came from the mirrored rank;
-    ``folded``: whether ``x`` is in zigzag order now."""
+    """(half that stays, half that the mirrored rank has in the other order). ``held``: the
+    intervals in zigzag order, number ``at`` from the mirrored rank; ``folded``: whether ``x`` is
+    in it now."""
     stay = held[1 - at][1]
     if at and folded:
         return x[..., :stay, :], x[..., stay:, :]
@@ -360,9 +357,8 @@ def step_gradients(
     folding: Arrival,
 ) -> Tensors:
     """Gradients of the keys and values at ``stop``; those of the queries are added to ``mine``.
-
-    ``found``: the :func:`masked_tiles`; ``results``: gradient of the result, result and log-sum-exps of
-    this rank's rows; ``folding``: waits for rows that the mirrored rank sends."""
+    ``found``: the :func:`masked_tiles`; ``results``: gradient, result and log-sum-exps of this
+    rank's rows; ``folding``: waits for rows that the mirrored rank sends."""
     totals = tuple(map(GradientSum, keys))
     for t, (q, k, v), masking in found:
         if job.folded and job.came(t.rows):
@@ -385,7 +381,7 @@ def masked_tiles(
     masks: tuple[Tensor | None, Tensor | None],
     dropout_mask: Tensor | None,
 ) -> Generator[tuple[TileGroup, Tensors, Masking]]:
-    """The tiles of this rank at ``stop``. Masks and ``dropout_mask`` cover its rows and all columns."""
+    """The tiles of this rank at ``stop``; masks cover its rows and all columns."""
     own, held = job.rows[job.me], job.columns_at(stop)
     apart = masks[0] is not None or dropout_mask is not None or job.some
     found = tile_groups(own, held, job.band, apart, job.some)

@@ -1,7 +1,6 @@
-"""Attention block: some queries over some keys, with log-sum-exp, forward and backward.
-
-Results over different keys merge by their log-sum-exps. Given the log-sum-exps over all keys, the
-backward of one tile is its summand of the full backward (FlashAttention-2, Dao 2023)."""
+"""Attention block: some queries over some keys, forward and backward; results merge by log-sum-exp.
+Given that over all keys, a tile's backward is its summand of the full one (FlashAttention-2, Dao
+2023)."""
 
 from __future__ import annotations
 
@@ -36,10 +35,9 @@ class Masking(NamedTuple):
 
 
 def score_level(mask: Tensor | None) -> Tensor | None:
-    """Maximum [..., s, 1] of an additive mask [..., s, t] where it is below -:data:`LEVEL_THRESHOLD`, else 0.
-
-    A row that sees nothing (padding under a numeric mask) has scores near -1e30 only, and their
-    log-sum-exp would lose the number of keys. None: there is no such row."""
+    """Maximum [..., s, 1] of an additive mask [..., s, t] where below -:data:`LEVEL_THRESHOLD`,
+    else 0; None: no such row. Rows that see nothing (padding) would lose the number of keys in
+    their log-sum-exp."""
     if mask is None or not mask.dtype.is_floating_point or mask.device.type == "meta":
         return None
     top = upcast(mask).amax(-1, keepdim=True)
@@ -50,9 +48,8 @@ def score_level(mask: Tensor | None) -> Tensor | None:
 
 
 def tile_forward(query: Tensor, key: Tensor, value: Tensor, masking: Masking, scale: float) -> tuple[Tensor, Tensor]:
-    """query [..., s, e], key [..., t, e], value [..., t, d] → [..., s, d], log-sum-exp [..., s].
-
-    Both in float32 or wider; -inf if no key is seen. Key and value may have fewer heads (GQA)."""
+    """query [..., s, e], key [..., t, e], value [..., t, d] → [..., s, d], log-sum-exp [..., s], in
+    float32 or wider; -inf if no key is seen. Key and value may have fewer heads (GQA)."""
     if _is_fused(query, key, value, masking):
         bias = _additive_bias(masking.bias, query)
         out, sums = _kernel(query, key, value, masking.causal, bias, scale)[:2]
@@ -223,7 +220,6 @@ def _backward_rows(
 
 
 def _additive_bias(bias: Tensor | None, like: Tensor) -> Any:
-    """A mask as an additive bias."""
     if bias is None:
         return None
     if bias.dtype == torch.bool:

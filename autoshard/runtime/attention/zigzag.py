@@ -1,8 +1,6 @@
-"""Zigzag (load-balanced) order of a sequence dim, and the conversion from and to sequence order.
-
-In zigzag order each of n ranks holds one early and one late block, see
-:func:`~autoshard.runtime.attention.ring_geometry.rank_spans`. Operations that work position by position shard a
-tensor in zigzag order like any other. Only attention has to know the order."""
+"""Zigzag (load-balanced) order of a sequence dim
+(:func:`~autoshard.runtime.attention.ring_geometry.rank_spans`), and its conversion from and to
+sequence order. Only attention has to know it."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ def to_zigzag(x: Tensor, dim: int, ranks: int, axes: Axes = ()) -> Tensor:
 
 
 def from_zigzag(x: Tensor, dim: int, ranks: int, axes: Axes = ()) -> Tensor:
-    """``x`` brought from zigzag order along ``dim`` into sequence order; else as :func:`to_zigzag`."""
+    """``x`` brought from zigzag order along ``dim`` into sequence order: :func:`to_zigzag`."""
     return _zigzag_moved(x, dim, ranks, axes, back=True)
 
 

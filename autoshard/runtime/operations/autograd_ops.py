@@ -1,7 +1,6 @@
-"""Custom ops with their own backward: user's ``autograd.Function``, ordered accumulation.
-
-``function_op`` runs a user's Function inside a traced graph. ``fan_out`` copies a value for several
-readers and adds their gradients in a fixed order."""
+"""Custom ops with their own backward: ``function_op`` runs a user's ``autograd.Function`` inside a
+traced graph; ``fan_out`` copies a value for several readers and adds their gradients in a fixed
+order."""
 
 from __future__ import annotations
 
@@ -38,10 +37,9 @@ class ForwardOnlyContext:
 
 @torch.library.custom_op("autoshard::function", mutates_args=())
 def function_op(name: str, tensors: Sequence[Tensor], others: str, autocast: str) -> list[Tensor]:
-    """``apply`` of the Function ``name`` ("module:class") on unsharded tensors.
-
-    ``others``: arguments as a Python literal of pairs: ``(True, None)`` stands for the next of
-    ``tensors``, ``(False, value)`` for another argument. ``autocast``: see :func:`autocast_as_text`."""
+    """``apply`` of the Function ``name`` ("module:class") on unsharded tensors. ``others``: a
+    Python literal of pairs, ``(True, None)`` for the next of ``tensors``, ``(False, value)`` for
+    another argument. ``autocast``: see :func:`autocast_as_text`."""
     with _autocast_from_text(autocast), above_autograd():
         return [result.clone() for result in result_list(find_function(name).apply(*unpack_arguments(tensors, others)))]
 
@@ -120,7 +118,7 @@ _unimportable: dict[str, Any] = {}
 
 
 def function_path(function: type) -> str:
-    """The name by which :func:`find_function` finds the class, in other processes if it is importable."""
+    """The name by which :func:`find_function` finds the class, also in other processes."""
     name, number = f"{function.__module__}:{function.__qualname__}", 1
     while _function_at(name) is not function:
         if name not in _unimportable and ("<locals>" in name or _function_at(name) is None or number > 1):

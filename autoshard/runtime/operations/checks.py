@@ -13,9 +13,8 @@ from autoshard.torch_private.ops import assert_async
 
 
 def check_range(index: Tensor, size: int | Tensor, *, least: int = 0, ignored: int | None = None) -> None:
-    """Raise unless ``least`` ≤ ``index`` < ``size`` (broadcast), or the index is ``ignored``.
-
-    On CPUs a ``RuntimeError``; on other devices torch's asynchronous assertion (no host sync)."""
+    """Raise unless ``least`` ≤ ``index`` < ``size`` (broadcast) or ``ignored``: RuntimeError on
+    CPUs, else torch's assertion."""
     inside = (index >= least) & (index < size)
     if ignored is not None:
         inside = inside | (index == ignored)

@@ -1,7 +1,6 @@
-"""Logits of a linear layer in chunks of the rows, and the sums of them that a cross entropy needs.
-
-A chunk's logits are freed after its sums are taken; the backward computes them once more. Rows may
-be sharded over the ranks that share the classes: then a chunk of each is gathered at a time."""
+"""Logits of a linear layer in chunks of the rows, freed after taking the sums that a cross entropy
+needs, and computed once more in the backward. Rows may be sharded over the ranks that share the
+classes: then a chunk of each is gathered at a time."""
 
 from __future__ import annotations
 
@@ -46,9 +45,8 @@ class RowChunks(NamedTuple):
         return upcast(F.linear(x, matrix, bias).to(self.dtype))
 
     def slices(self, x: Tensor) -> list[slice]:
-        """The chunks of the rows x, the longest first; as many on all ranks where these gather them.
-
-        On meta tensors that are not gathered the first only, which takes as much memory as others."""
+        """The chunks of the rows x, the longest first; as many on all ranks where these gather
+        them. On meta tensors that are not gathered only the first, as others take no more."""
         ends = [-(-len(x) * i // self.number) for i in range(self.number + 1)]
         found = [slice(*pair) for pair in itertools.pairwise(ends)]
         return found if self.axes else found[:1] if x.is_meta else [part for part in found if part.start < part.stop]
@@ -83,7 +81,6 @@ def chunked_logits(
     axes: Axes = (),
 ) -> ChunkedLogits:
     """``F.linear(x, matrix, bias)`` for :func:`cross_entropy`, a chunk of the rows of ``x`` [..., features] at a time.
-
     ``chunks``: their number; ``dtype``: to which the logits are cast. ``axes`` shard the classes, and
     ``dim`` of ``x`` evenly: the ranks gather a chunk of each, forward and backward, and reduce-scatter
     its gradient. Then there is no second derivative."""
@@ -91,7 +88,7 @@ def chunked_logits(
 
 
 def _sums_and_maxima(logits: Tensor, index: Tensor, share: Tensor | None, smoothed: bool) -> Tensor:
-    """[3 or 4, n]: :func:`class_sums` of a chunk less its maxima, and these; ``logits`` are overwritten."""
+    """[3 or 4, n]: :func:`class_sums` less maxima, and maxima; overwrites ``logits``."""
     top = logits.amax(1) if logits.shape[1] else logits.new_full(logits.shape[:1], -torch.inf)
     top.clamp_min_(torch.finfo(logits.dtype).min / 4)  # differences of maxima stay finite
     return torch.cat([class_sums(logits.sub_(top.unsqueeze(1)), index, share, smoothed), top.unsqueeze(0)])
@@ -181,7 +178,7 @@ class _GatheredRows(NamedTuple):
     def forward(
         self, index: Tensor, share: Tensor | None, smoothed: bool, x: Tensor, matrix: Tensor, bias: Tensor | None
     ) -> RankCoroutine:
-        """→ sums as :class:`_ChunkedSums`, of the rows of all ranks; and what the backward needs."""
+        """→ sums as :class:`_ChunkedSums`, of all ranks' rows; and what the backward needs."""
         sums = upcast(x.new_empty(0, dtype=self.chunks.dtype)).new_empty(3 + smoothed, len(index))
         arrival = yield from self.gather(x, 0)
         for i in range(len(self.slices)):
@@ -223,7 +220,7 @@ class _GatheredRows(NamedTuple):
 def chunked_class_sums(
     logits: ChunkedLogits, index: Tensor, share: Tensor | None, smoothed: bool, axes: Axes
 ) -> Tensor:
-    """[2 or 3, rows]: :func:`class_sums` of this rank's classes, less the maxima of all ranks' classes."""
+    """[2 or 3, rows]: :func:`class_sums` of this rank's classes, less all ranks' maxima."""
     comm, (*operands, chunks) = current(), logits
     if names := chunks.names:
         move = with_module(Move("S", "R", names, 0), always=True)

@@ -1,5 +1,4 @@
 """Collective matmul (asynchronous tensor parallelism): products overlapped with ring messages.
-
 All-gather + matmul, and matmul + reduce-scatter, decomposed (Wang et al. 2023, "Overlap
 communication with dependent computation via decomposition in large deep learning models"). A rank
 multiplies one chunk while the next is on its way. n ranks send n - 1 messages of the same bytes.
@@ -36,7 +35,6 @@ def gather_products(
     again: bool = False,
 ) -> Tensors:
     """``F.linear(full x, w, b)`` per weight [n, k], bias [n]; x [..., k] sharded by ``dim``: S → R.
-
     ``dim``: not the last; ``size``: its global length if chunks may differ. Chunks of x go around a
     ring and are multiplied by all weights. If weights need a gradient, the full x is saved; with
     ``again`` the backward sends the chunks around once more instead. No second derivative."""
@@ -52,10 +50,9 @@ def gather_products(
 
 
 def scatter_product(x: Tensor, weight: Tensor, dim: int, axes: Axes, *, bias: Tensor | None = None) -> Tensor:
-    """``F.linear(x, weight, bias)``, summed over the ranks and sharded along ``dim``: P → S.
-
-    x [..., k], weight [n, k], bias [n] (a summand, too); ``dim``: not the last. A rank computes its
-    summand of one chunk while that of the chunk before is on its way. No second derivative."""
+    """``F.linear(x, weight, bias)``, summed over the ranks and sharded along ``dim`` (not the
+    last): P → S. x [..., k], weight [n, k], bias [n] (a summand, too). A chunk's summand is
+    computed while the chunk before is on its way. No second derivative."""
     way = _RingAxis.along(axes, x, dim, x.shape[dim])
     name = f"a product whose sums are scattered along {', '.join(way.move.axes)}"
     ahead, back = partial(_scatter_product_steps, way), partial(_scatter_product_backward, way)

@@ -1,5 +1,4 @@
 """Differentiable collectives of generated code, on plain local tensors; an overlapped all-reduce.
-
 ``axes`` is one mesh axis, or a tuple that is flattened into one group (first axis outermost).
 Chunks are those of :func:`torch.chunk`, nested for several axes, so a rank may hold 0 rows. The
 gradient of each function follows from the placements it converts
@@ -58,9 +57,8 @@ def reduce_scatter(x: Tensor, dim: int, axes: Axes) -> Tensor:
 
 
 def all_gather(x: Tensor, dim: int, axes: Axes, to: UnshardedPlacement = "I", size: int | None = None) -> Tensor:
-    """S(dim) → I (backward: local slice) or R (backward: reduce-scatter).
-
-    ``size``: the length of ``dim`` after the gather; default: chunks are even."""
+    """S(dim) → I (backward: local slice) or R (reduce-scatter). ``size``: gathered length of
+    ``dim``; default: even chunks."""
     return _apply_move(x, "S", _checked_unsharded(to), axes, dim, size)
 
 
@@ -89,9 +87,8 @@ def all_to_all(x: Tensor, src: int, dst: int, axes: Axes, size: int | None = Non
 
 
 def permute(x: Tensor, axes: Axes, order: Axes, dim: int | None = None, size: int | None = None) -> Tensor:
-    """Renumber chunks: number k along ``axes`` goes to the rank with number k along ``order``.
-
-    Backward: the inverse. Chunks have one shape unless ``dim`` and its ``size`` are given."""
+    """Renumber chunks: number k along ``axes`` goes to the rank with number k along ``order``;
+    backward: the inverse. Chunks have one shape unless ``dim`` and its ``size`` are given."""
     comm = current()
     names, target = comm.active(axes), comm.active(order)
     if sorted(names) != sorted(target):

@@ -1,9 +1,7 @@
-"""Embedding look-ups and bags: vocabulary-parallel tables, and a fast gradient of bags on CPUs.
-
-In a table sharded by rows every rank looks up the rows that it holds, and the results are summed.
-On CPUs the backward of ``embedding_bag`` sorts indices, and that of ``embedding`` adds rows one by
-one. Both take two to three times as long as ``index_add_``, which is used here. On GPUs
-``index_add_`` adds in any order."""
+"""Embedding look-ups and bags. In a table sharded by rows every rank looks up the rows that it
+holds, and results are summed (vocabulary-parallel). On CPUs the backward is ``index_add_``, two
+to three times as fast as ``embedding_bag``'s and ``embedding``'s; on GPUs it would add in any
+order."""
 
 from __future__ import annotations
 
@@ -27,15 +25,14 @@ ADDITIVE_MODES = ("sum", "mean")
 
 
 def has_fast_bag_gradient(table: Tensor, indices: Tensor, sparse: bool) -> bool:
-    """Whether :func:`embedding_bag_of_tables` serves ``indices``. torch adds half precision in float32 itself."""
+    """Whether :func:`embedding_bag_of_tables` serves ``indices``; not half precision."""
     accurate = table.dtype in (torch.float32, torch.float64)
     return accurate and table.device.type == "cpu" and not sparse and indices.numel() > 0 and table.is_contiguous()
 
 
 def embedding_bag_of_tables(indices: Tensor, mode: str, padding: int, *tables: Tensor) -> Tensor:
     """Sum or mean of each bag's rows: indices [b, k], tables [rows, d] in a row → [b, d].
-
-    ``padding``: a row that gets no gradient; negative: none."""
+    ``padding``: a row without a gradient; negative: none."""
     return _EmbeddingBagOfTables.apply(indices, mode, padding, *tables)
 
 
@@ -83,9 +80,9 @@ def embedding_bags(
     tables: Sequence[Tensor],
     mine: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """:func:`embedding_bag_of_tables` of several tables [rows, d], each with its own indices [b, k], in one node.
-
-    ``mine`` [tables, b, k]: indices that count; others give zeros, whatever their rows hold."""
+    """:func:`embedding_bag_of_tables` of several tables [rows, d], each with its own indices [b,
+    k], in one node. ``mine`` [tables, b, k]: indices that count; others give zeros, whatever
+    their rows hold."""
     return _EmbeddingBags.apply(list(indices), mode, list(padding), mine, *tables)
 
 
@@ -143,11 +140,10 @@ def vocab_embedding(
     weight: Tensor, indices: Tensor, size: int, axes: Axes, padding_idx: int = -1, sparse: bool = False
 ) -> Tensor:
     """Vocabulary-parallel embedding: weight [size/n S, d], indices [...] → [..., d] P.
-
     Rows of other ranks are zeros; an index outside ``size`` raises. ``padding_idx``: global row
     without a gradient; negative: none. ``sparse``: a sparse gradient of the rows looked up here
-    (the optimizer must skip others). After Megatron-LM's VocabParallelEmbedding (arXiv:1909.08053).
-    """
+    (the optimizer must skip others). After Megatron-LM's VocabParallelEmbedding
+    (arXiv:1909.08053)."""
     rows = weight.shape[0]
     check_range(indices, size)
     if rows == 0:
@@ -175,7 +171,6 @@ def vocab_embedding_bag(
     mode: str = "sum",
 ) -> tuple[Tensor, None, None, None]:
     """Vocabulary-parallel bags: weight [size/n S, d], indices [k] → [bags, d] P.
-
     ``mode``: "sum", "mean" or "max". ``offsets``: where each bag starts in ``indices``. Rows
     ``padding_idx`` (global; negative: none) do not count. Returns a tuple like
     ``aten.embedding_bag`` with the first result only. Raises ``RuntimeError`` like it if bags do
@@ -203,11 +198,9 @@ def vocab_embedding_bag(
 def _vocabulary_bag_maxima(
     weight: Tensor, indices: Tensor, bag: Tensor, bags: int, size: int, axes: Axes, padding_idx: int
 ) -> Tensor:
-    """Per bag and column the maximum, on the rank that has it, and zeros on others: [bags, d] P.
-
-    Among equal elements the first of its bag gets the gradient, as in ``embedding_bag``; an empty
-    bag gives zeros. ``bag`` [k]: bag of each index. Ranks agree on the maximum, then on its first
-    position."""
+    """Per bag and column the maximum, on the rank that has it, zeros on others: [bags, d] P. Of
+    equal elements the bag's first gets the gradient, as in ``embedding_bag``; empty bags give
+    zeros. ``bag`` [k]: bag of each index."""
     (many,), (rows, width) = indices.shape, weight.shape
     check_range(indices, size)
     start = offset(size, axes)
@@ -232,7 +225,6 @@ def _vocabulary_bag_maxima(
 @torch.library.custom_op("autoshard::pooled", mutates_args=())
 def pooled_op(weight: Tensor, indices: Tensor, mode: str, padding_idx: int = -1, sparse: bool = False) -> Tensor:
     """Rows of a table, pooled ("sum", "mean") over the last dim of indices: [..., k] → [..., d].
-
     ``padding_idx``: a row without a gradient; negative: none. ``sparse``: a sparse gradient."""
     return pooled(weight, indices, mode, padding_idx, sparse)
 
@@ -287,10 +279,9 @@ def pooled_together(
     sizes: Sequence[int] = (),
     axes: Axes = (),
 ) -> tuple[Tensor, ...]:
-    """:func:`pooled` in several tables [rows, d] by indices [..., k] of one shape → [..., d] each.
-
-    On CPUs they are one autograd node. In sharded tables (``sizes`` rows) one comparison finds
-    local indices."""
+    """:func:`pooled` in several tables [rows, d] by indices [..., k] of one shape → [..., d] each;
+    on CPUs one autograd node. In sharded tables (``sizes`` rows) one comparison finds local
+    indices."""
     pads = list(padding) or [-1] * len(tables)
     if not all(has_fast_bag_gradient(t, i, sparse=False) for t, i in zip(tables, indices, strict=True)):
         each = zip(tables, indices, pads, sizes or [0] * len(tables), strict=True)

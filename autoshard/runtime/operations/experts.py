@@ -103,9 +103,8 @@ DERIVATIVES: dict[str, Callable[..., Any]] = {
 
 
 def gated_products(x: Tensor, first: Tensor, second: Tensor, ends: Tensor, activation: str) -> Tensor:
-    """``(activation(gate) * up) @ second``, with [gate, up] = ``x @ first`` per group of rows.
-
-    ``x`` [s, w] in groups ending at ``ends`` [e], ``first`` [e, w, 2h], ``second`` [e, h, v]."""
+    """``(activation(gate) * up) @ second``, with [gate, up] = ``x @ first``, per group of the rows
+    x [s, w] ending at ``ends`` [e]; ``first`` [e, w, 2h], ``second`` [e, h, v]."""
     if not ends.shape[0]:
         return _gated_products_unfused(x, first, second, ends, activation)
     return _GatedProducts.apply(x, first, second, ends, activation)
@@ -215,7 +214,6 @@ def combine_expert_rows(x: Tensor, weights: Tensor, slots: Slots) -> Tensor:
 
 
 def _inverse_permutation(order: Tensor) -> Tensor:
-    """The inverse permutation."""
     numbers = torch.arange(order.shape[0], device=order.device)
     return torch.empty_like(order).scatter_(0, order, numbers)
 
@@ -292,7 +290,6 @@ def routed_experts(
     **gate: Any,
 ) -> Tensor:
     """``x`` [..., w] through experts ``ids`` [..., k], summed by ``weights`` [..., k] → [..., v].
-
     Experts are dim 0: ``first`` [e, h, w], ``second`` [e, v, h] as of linear layers; see
     :class:`ExpertForm`, whose other fields are ``gate``. Biases: [e, h], [e, v]. An id outside 0 …
     e - 1, for example -1, adds nothing."""
@@ -373,7 +370,6 @@ def exchanges_rows(rows: int, weights: int) -> bool:
 
 
 def _expert_bias_of_rows(bias: Tensor, ends: Tensor, rows: Tensor) -> Tensor:
-    """The expert's bias for each row."""
     numbers = torch.arange(rows.shape[0], device=ends.device, dtype=ends.dtype)
     return bias.index_select(0, torch.searchsorted(ends, numbers, right=True))
 

@@ -19,9 +19,8 @@ CACHE_BLOCK_ELEMENTS = 1 << 17
 
 @torch.library.custom_op("autoshard::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor, full: bool = False) -> Tensor:
-    """Rows [s, k] in groups ending at ``ends`` [e], each times its matrix of [e, k, n] → [s, n].
-
-    Rows after the last group are zero; ``full``: there are none."""
+    """Rows [s, k] in groups ending at ``ends`` [e], each times its matrix of [e, k, n] → [s, n];
+    rows after the last group are zero (``full``: there are none)."""
     return _grouped_matmul(x, weight, ends, full)
 
 
@@ -64,9 +63,8 @@ class GroupBlock(NamedTuple):
         return out
 
     def outer(self, x: Tensor, y: Tensor, out: Any) -> Tensor | None:
-        """Per group the sum of outer products of rows [s, k] and [s, n], in this block's ``out``.
-
-        Where one kernel takes all groups: a new tensor, in memory order of ``out`` [e, k, n]."""
+        """Per group the sum of outer products of rows [s, k] and [s, n], in this block's ``out``
+        [e, k, n]; where one kernel takes all groups, a new tensor in its memory order."""
         if not self.lengths:
             made: Callable[..., Tensor] = grouped_outer if _is_traced(x) else _grouped_outer_product
             return made(y, x, self.ends).mT if out.mT.is_contiguous() else made(x, y, self.ends)
@@ -79,9 +77,8 @@ class GroupBlock(NamedTuple):
 
 
 def group_blocks(x: Tensor, ends: Tensor, columns: int) -> list[GroupBlock]:
-    """Blocks of the rows [s, k], ``columns`` results each: one, or on CPUs as fit the caches.
-
-    No group is split."""
+    """Blocks of the rows [s, k], ``columns`` results each: one, or on CPUs as fit the caches. No
+    group is split."""
     if _is_traced(x) or x.device.type != "cpu":
         return [GroupBlock(slice(None), (), x.shape[0], ends)]
     lengths = [b - a for a, b in itertools.pairwise([0, *ends.tolist()])]
@@ -95,7 +92,6 @@ def group_blocks(x: Tensor, ends: Tensor, columns: int) -> list[GroupBlock]:
 
 
 def rows_per_block(of: Sequence[GroupBlock], x: Tensor) -> Sequence[Tensor]:
-    """Rows of ``x`` per block."""
     return x.split_with_sizes([piece.rows for piece in of]) if len(of) > 1 else (x,)
 
 

@@ -1,6 +1,5 @@
-"""Halo exchange for convolutions and pooling over a sharded dim; channels-last memory.
-
-Every rank gets the operand positions that its own positions of the result read."""
+"""Halo exchange over a sharded dim: every rank gets the positions that its own results read;
+channels-last memory."""
 
 from __future__ import annotations
 
@@ -17,9 +16,7 @@ from autoshard.runtime.transport.window import Window, halo_of
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """``x`` [n, c, h, w] in channels-last memory format on CPUs (oneDNN).
-
-    On other devices ``x`` is unchanged."""
+    """``x`` [n, c, h, w] in channels-last memory format on CPUs (oneDNN); elsewhere unchanged."""
     return x.contiguous(memory_format=torch.channels_last) if _on_onednn(x) else x
 
 
@@ -35,7 +32,6 @@ def _on_onednn(x: Tensor) -> bool:
 
 def halo(x: Tensor, dim: int, size: int, to: int, axes: Axes, window: Window, fill: float = 0.0) -> Tensor:
     """The positions of ``dim`` that this rank's results read, with ``fill`` where they lie outside.
-
     ``size``, ``to``: global lengths of operand and result, both sharded by ``axes``. The next op
     must not pad ``dim``. Neighbours send missing positions (any rank may, if chunks are short).
     Backward: gradients are sent back and added."""
@@ -56,9 +52,8 @@ def halo(x: Tensor, dim: int, size: int, to: int, axes: Axes, window: Window, fi
 
 
 def split(x: Tensor, dim: int, lengths: Sequence[int], axes: Axes) -> list[Tensor]:
-    """Slices of a global dim with ``lengths``, each sharded by ``axes`` like the dim itself.
-
-    Ranks exchange positions of each other's slices; backward: their gradients."""
+    """Slices of a global dim with ``lengths``, each sharded by ``axes`` like the dim itself: ranks
+    exchange positions."""
     starts = [0, *itertools.accumulate(lengths)]
     size = starts.pop()
     return [halo(x, dim, size, n, axes, Window(padding=-start)) for start, n in zip(starts, lengths, strict=True)]

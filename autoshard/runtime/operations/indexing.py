@@ -1,5 +1,4 @@
 """Look-ups and writes along a sharded dim: each rank serves its rows; look-ups sum over the ranks.
-
 ``dim`` of the local ``x`` is sharded by ``axes`` from a global length ``size``. Indices are global,
 replicated. The masked look-up of Megatron-LM's VocabParallelEmbedding (arXiv:1909.08053) for any
 indexing op. ``write_slice`` and ``write_select`` write in place, into states whose old value is not
@@ -165,9 +164,8 @@ def sharded_index_put(
 
 
 def sharded_grouped_mm(x: Tensor, weight: Tensor, ends: Tensor, groups: int, axes: Axes) -> Tensor:
-    """Grouped GEMM, rows [s, k] times matrices [k, n] sharded by ``axes`` → [s, n] P.
-
-    ``ends``: where each of ``groups`` groups ends; rows after the last are zero."""
+    """Grouped GEMM, rows [s, k] times matrices [k, n] sharded by ``axes`` → [s, n] P. ``ends``:
+    where each of ``groups`` groups ends; rows after the last are zero."""
     first = offset(groups, axes)
     bounds = [0, *ends.tolist()][first : first + weight.shape[0] + 1] or [0]
     parts = [x[a:b] @ w for a, b, w in zip(bounds, bounds[1:], weight, strict=False)]

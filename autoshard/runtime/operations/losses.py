@@ -1,5 +1,4 @@
 """Losses: vocabulary-parallel cross entropy, NLL, and CTC. Logits are never gathered.
-
 Samples, classes, or both may be sharded. Cross entropy works on slices of the rows, forward and
 backward. Only the logits are saved for the backward, and nothing else of their size exists but
 their gradient. Of :class:`ChunkedLogits` not even these exist: the backward computes every chunk of
@@ -36,7 +35,6 @@ ACCELERATOR_SLICE_FACTOR = 8
 
 class _CrossEntropySums(NoneGradFunction):
     """[2 or 3, n, …]: row sums of ``logits`` [n, c, …] - ``top`` [n, 1, …], or of [c] - [1].
-
     They are: sum of exponentials; the entry at ``index`` [n, …], 0 if another rank has it; and if
     ``smoothed`` the sum of all entries, weighted by ``share`` [c] if given."""
 
@@ -155,7 +153,6 @@ def cross_entropy(
     counted: Tensor | int | None = None,
 ) -> Tensor:
     """``F.cross_entropy`` of logits [n, c, ...] or [c], never gathered.
-
     Classes are sharded by ``class_axes``, samples by ``batch_axes``. ``target``: class indices [n,
     ...], or probabilities sharded like ``logits``. ``weight`` [classes] is replicated. The result
     is I along ``class_axes``. Along ``batch_axes`` it is S for ``reduction="none"``, else P: "mean"
@@ -273,9 +270,8 @@ def _begin_mean_divisor(
     axes: Axes,
     everywhere: Tensor | int | None,
 ) -> Callable[[], Tensor | int]:
-    """Divisor of "mean": samples of all ranks that are not ignored, weighted by their class.
-
-    Its all-reduce overlaps the loss. ``everywhere``, all targets or their number, needs none."""
+    """Divisor of "mean": weighted samples of all ranks that are not ignored. Its all-reduce
+    overlaps the loss; ``everywhere``, all targets or their number, needs none."""
     if isinstance(everywhere, int):
         return lambda: everywhere
     given = target if everywhere is None else everywhere

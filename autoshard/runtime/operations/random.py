@@ -1,7 +1,6 @@
-"""Random ops that draw what one device draws from the same seed: dropout, factories.
-
-Each op is drawn once at its global shape, and every rank takes its shard. Any layout gives the same
-values."""
+"""Random ops (dropout, factories) that draw what one device draws from the same seed: each op is
+drawn once at its global shape, and every rank takes its shard, so that values do not depend on
+layouts."""
 
 from __future__ import annotations
 
@@ -25,7 +24,6 @@ from autoshard.runtime.transport.torch_state import generator_states, set_genera
 
 def shared(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``fn(*args, **kwargs)``, a random draw of global shape, the same on every rank.
-
     In one process a single draw from torch's default generator serves all ranks. Under
     torch.distributed every rank draws, from generators that :func:`synchronised_rng` made equal.
     Each rank gets its own tensor."""
@@ -38,7 +36,6 @@ def shared(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def synchronised_rng(comm: Communicator) -> AbstractContextManager[None]:
     """Inside, every rank draws what rank 0 would; wrap a forward that calls :func:`shared`.
-
     Under torch.distributed rank 0's generator states are broadcast at the first draw. Afterwards
     ranks seeded like rank 0 keep the advanced states, and others get their own back. No effect in
     one process."""
@@ -58,7 +55,6 @@ def dropout(
     exact: bool = True,
 ) -> Tensor:
     """``F.dropout(training=True)`` of the global tensor, on this rank's shard ``x``.
-
     ``shape``: global shape; ``dims``: the axes that shard each dim. The unsharded model drops the
     same elements from the same seed. ``order``: the dims of its tensor in memory order, which eager
     draws follow. ``batch``: the dim that micro-batches divide; each takes its slice of the full
@@ -107,9 +103,8 @@ def _redraw_in_backward(draw: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def shard_seed(axes: Iterable[Axes]) -> int:
-    """A seed for this rank's shard, divided by ``axes``: a draw of the generator that ranks share, and its number.
-
-    Ranks with the same shard have the same seed; a recomputation has that of the first time."""
+    """A seed for this rank's shard, divided by ``axes``: a draw of the generator that ranks share,
+    and its number. The same on ranks with the same shard, and in a recomputation."""
     comm = current()
     drawn = comm.shared(torch.randint, (2**48, ()), {"device": "cpu"})
     index, count = comm.micro_batch
@@ -119,7 +114,7 @@ def shard_seed(axes: Iterable[Axes]) -> int:
 
 @contextmanager
 def own_stream(device: torch.device, seed: int) -> Iterator[None]:
-    """Inside, the default generator of ``device`` draws from ``seed``; afterwards it is where it was."""
+    """Inside, ``device``'s default generator draws from ``seed``; then it is where it was."""
     generator = torch.default_generator
     if device.type not in ("cpu", "meta"):
         module = torch.get_device_module(device)
@@ -201,7 +196,6 @@ def draw(
     op: str, *args: Any, dims: Mapping[int, Axes] | None = None, batch: int | None = None, **kwargs: Any
 ) -> Tensor:
     """This rank's shard of ``aten.op(*args)``: ``draw("rand", [8, 4], dims={0: "dp"})``.
-
     ``args`` have global shapes. ``dims``: the axes that shard each dim. ``batch``: the dim that
     micro-batches divide; each slices a draw for the full batch. Tensor arguments are replicated."""
     args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
@@ -230,10 +224,9 @@ def draw_like(
     batch: int | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """This rank's shard of ``aten.op(t, *args)`` for a ``t`` of global ``shape`` with any values.
-
-    ``x``: this rank's shard of ``t``, for dtype and device. ``dims``: the axes that shard each dim.
-    ``order``: memory order of the dims of ``t``, which normal draws follow. ``batch``: see
+    """This rank's shard of ``aten.op(t, *args)`` for a ``t`` of global ``shape`` with any values,
+    and the dtype and device of ``x``. ``dims``: the axes that shard each dim. ``order``: memory
+    order of ``t``, which normal draws follow. ``batch``: see
     :func:`~autoshard.runtime.dropout`."""
 
     def fill(shape: Sequence[int]) -> Tensor:
@@ -253,7 +246,6 @@ def native_dropout(
     train: bool | None = True,
 ) -> tuple[Tensor, Tensor]:
     """``aten.native_dropout``: (result, kept mask). In training it draws for every ``p``.
-
     ``train=None`` trains, too, but torch's gradient is then the mask without the scale."""
     if train is False:
         return x, torch.ones_like(x, dtype=torch.bool)

@@ -1,7 +1,6 @@
-"""Top-k, maxima and sampling along a sharded dim: each rank's candidates are gathered and ranked.
-
-Gathered are ``k`` values and indices per rank and row, never the tensor. Results are I, so the
-backward communicates nothing: each rank has the gradient of its own winners."""
+"""Top-k, maxima and sampling along a sharded dim: each rank's ``k`` candidates per row are gathered
+and ranked. Results are I, so the backward communicates nothing: each rank has its own winners'
+gradient."""
 
 from __future__ import annotations
 
@@ -18,9 +17,8 @@ from autoshard.runtime.transport.communicator import Axes, current
 
 
 def topk(x: Tensor, k: int, dim: int, size: int, axes: Axes, largest: bool = True) -> tuple[Tensor, Tensor]:
-    """``x.topk(k, dim, largest)``, sorted; ``dim`` (length ``size``) sharded by ``axes``: S → I.
-
-    Of equal candidates the lower index comes first; torch promises no order."""
+    """``x.topk(k, dim, largest)``, sorted; ``dim`` (length ``size``) sharded by ``axes``: S → I. Of
+    equal candidates the lower index comes first; torch promises no order."""
     values, places = x.topk(min(k, x.shape[dim]), dim, largest)
     places, order = places.sort(dim)
     values, places = _candidates(values.gather(dim, order), places, k, dim, size, axes)
@@ -57,7 +55,6 @@ def multinomial(
     batch: int | None = None,
 ) -> Tensor:
     """``torch.multinomial`` without replacement: ``count`` elements of each row of shard ``x``.
-
     ``shape``: global shape; ``dims``: the axes that shard each dim. As in eager, an element is
     ranked by its weight over an exponential draw, so only candidates are sent. Raises RuntimeError
     like eager. ``order``, ``batch``: see :func:`~autoshard.runtime.draw_like`."""
@@ -75,9 +72,8 @@ def multinomial(
 
 
 def flat_argmax(x: Tensor, shape: Sequence[int], cuts: Sequence[tuple[int, Axes]], axes: Axes) -> Tensor:
-    """``x.argmax()`` of global ``shape``; ``cuts``: (dim, axes) of sharded dims; ``axes``: all.
-
-    Every rank must have elements."""
+    """``x.argmax()`` of global ``shape``; ``cuts``: (dim, axes) of sharded dims; ``axes``: all. No
+    shard may be empty."""
     return _sharded_flat_argmax(torch.max, x, shape, cuts, axes)
 
 
@@ -99,8 +95,7 @@ def _sharded_max_or_min(best: Any, x: Tensor, dim: int, size: int, axes: Axes, k
 
 def _candidates(values: Tensor, places: Tensor, most: int, dim: int, size: int, axes: Axes) -> tuple[Tensor, Tensor]:
     """All ranks' candidates (``most``, or all they have) in rank order, with global indices.
-
-    Ranks with fewer send fillers, which are removed by position: no value could mark them."""
+    Fillers of ranks with fewer are removed by position: no value could mark them."""
     comm = current()
     lengths = [n for _, n in comm.chunks(size, comm.active(axes))]
     count = min(most, max(lengths))

@@ -1,5 +1,4 @@
 """Reductions, softmax, cumulative scans and normalisation over sharded dims.
-
 ``dims``: the reduced dims; ``axes``: all mesh axes that shard any of them. Sums are all-reduced. An
 op whose result follows from the ranks' own results (a norm of norms) gathers those, one per rank,
 and its backward communicates nothing. A scan gathers each rank's total, one slice each, and runs on
@@ -21,9 +20,8 @@ from autoshard.runtime.transport.communicator import Axes, current
 
 
 def softmax(x: Tensor, dim: int, axes: Axes, dtype: torch.dtype | None = None) -> Tensor:
-    """``x.softmax(dim)`` with ``dim`` sharded by ``axes``: S(dim) → S(dim).
-
-    Forward: all-reduce of maxima and of sums; backward: one all-reduce of the sums' gradient."""
+    """``x.softmax(dim)`` with ``dim`` sharded by ``axes``: S(dim) → S(dim). All-reduces maxima and
+    sums, in the backward the sums' gradient."""
     exponentials, sums = _exponentials(x if dtype is None else x.to(dtype), dim, axes)[1:]
     return (exponentials / sums).to(x.dtype if dtype is None else dtype)
 
@@ -115,10 +113,8 @@ def vector_norm(
 
 
 def amax(x: Tensor, dims: ReducedDims, axes: Axes, keepdim: bool = False, nan: bool = False) -> Tensor:
-    """``x.amax(dims)``; equal maxima share the gradient. No shard may be empty.
-
-    If the maximum is NaN, all elements have gradient NaN; with ``nan`` NaN elements share it
-    (``x.max()``)."""
+    """``x.amax(dims)``; equal maxima share the gradient. No shard may be empty. If the maximum is
+    NaN, all elements have gradient NaN; with ``nan`` NaN elements share it (``x.max()``)."""
     return _sharded_amax_or_amin(x, dims, axes, keepdim, "amax", nan)
 
 
@@ -151,7 +147,7 @@ def var(x: Tensor, dims: ReducedDims, count: int, axes: Axes, correction: float 
 def std_mean(
     x: Tensor, dims: ReducedDims, count: int, axes: Axes, correction: float = 1, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``torch.std_mean(x, dims)`` as in :func:`var_mean`. The gradient of a deviation of zero is zero."""
+    """``torch.std_mean(x, dims)`` as in :func:`var_mean`; a deviation of 0 has gradient 0."""
     var, mean = var_mean(upcast(x), dims, count, axes, correction, keepdim)
     moves = var != 0
     return torch.where(moves, var.where(moves, 1).sqrt(), 0).to(x.dtype), mean.to(x.dtype)
@@ -234,7 +230,7 @@ def cummin(x: Tensor, dim: int, size: int, axes: Axes) -> tuple[Tensor, Tensor]:
 
 
 def _scan_after_totals(scan: Callable[[Tensor, int], Tensor], x: Tensor, total: Tensor, dim: int, axes: Axes) -> Tensor:
-    """``scan`` of ``x`` [n along dim] after the totals [1 along dim] of the ranks before this one."""
+    """``scan`` of ``x`` [n along dim] after the totals [1 along dim] of earlier ranks."""
     comm = current()
     earlier = comm.index(comm.active(axes))
     totals = all_gather(total, dim, axes, to="R").narrow(dim, 0, earlier)
@@ -320,9 +316,8 @@ def batch_norm(
     axes: Axes,
 ) -> tuple[Tensor, ...]:
     """Training BatchNorm of x [n, c, ...] by global statistics; all dims but c may be sharded.
-
-    ``count``: elements of a channel, globally. Returns (output, mean, rstd, new running mean, new
-    running variance) like ``aten._native_batch_norm_legit_functional``."""
+    ``count``: global elements of a channel. Returns (output, mean, rstd, new running mean and
+    variance), as ``aten._native_batch_norm_legit_functional``."""
     output, mean, rstd, var = _batch_normalised(x, weight, bias, eps, count, axes)
     unbiased = var * (count / max(count - 1, 1))
     new_mean = torch.lerp(running_mean, mean.to(running_mean.dtype), momentum)

@@ -38,9 +38,8 @@ register_backward(stacked_op, _stacked_backward, _save_stacked)
 
 
 def stacked(matrices: Sequence[Tensor], parts: int = 1, owned: int | None = None) -> Tensor:
-    """:func:`stacked_op` without a copy where tensors are adjacent in memory.
-
-    ``owned``: h if this rank owns some experts, which are stacked, and no rows of the others."""
+    """:func:`stacked_op` without a copy where tensors are adjacent in memory. ``owned``: h if this
+    rank owns some experts, which are stacked, and no rows of the others."""
     length, many = owned, sum(m.shape[0] > 0 for m in matrices)
     if length is None:
         length, many = matrices[0].shape[0], len(matrices)
@@ -97,7 +96,6 @@ def stacked_view(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def are_adjacent_in_memory(tensors: Sequence[Tensor]) -> bool:
-    """Whether the tensors are contiguous and adjacent in one storage."""
     return all(
         a.is_contiguous()
         and b.is_contiguous()

@@ -1,8 +1,6 @@
-"""Table-wise embedding: each table is on one owner rank, which looks up for the full batch.
-
-A rank looks up in all its tables at once, and one all-to-all carries the results (table-wise
-sharding of DLRM, Naumov et al. 2019; TorchRec, Ivchenko et al. 2022). Sizes are known: no host
-sync."""
+"""Table-wise embedding: each table's owner looks up for the full batch, in all its tables at once,
+and one all-to-all of known sizes carries the results (DLRM, Naumov et al. 2019; TorchRec,
+Ivchenko et al. 2022)."""
 
 from __future__ import annotations
 
@@ -59,7 +57,6 @@ def table_wise(
     summed: bool = False,
 ) -> tuple[Tensor, ...]:
     """Per table [rows, d], on its owner and empty elsewhere: results [b/n S, d] of its bags.
-
     ``indices`` are replicated along ``axes``, and ``owners`` number the ranks. Results are sharded
     along the batch, or [b, d] P if ``summed``, for a batch smaller than the ranks: the owner's
     rows, zeros elsewhere. ``mode``: "sum", "mean" or "max". ``padding``: per table a row that does
@@ -125,7 +122,6 @@ class LookupGroup(NamedTuple):
     """bags of each rank"""
 
     def owned_by(self, rank: int, owners: Sequence[int]) -> list[int]:
-        """Numbers of the tables that a rank owns."""
         return [i for i in self.numbers if owners[i] == rank]
 
     def in_order(self, rows: Tensor, bags: int, tables: int) -> Tensor:
@@ -146,10 +142,9 @@ class LookupArrival(NamedTuple):
 def lookup_exchange(
     forms: tuple[LookupForm, ...], owners: tuple[int, ...], axes: tuple[int, ...], me: int
 ) -> tuple[tuple[LookupGroup, ...], Splits, tuple[LookupArrival, ...]]:
-    """(groups, all-to-all splits, what arrives) on rank ``me`` of axes of these lengths.
-
-    One look-up serves tables of one width, dtype and number of bags; a table with padding is alone.
-    """
+    """(groups, all-to-all splits, what arrives) on rank ``me`` of axes of these lengths. One
+    look-up serves tables of one width, dtype and number of bags; a table with padding is
+    alone."""
     found: dict[Any, list[int]] = {}
     for i, form in enumerate(forms):
         key = i if form.padded else -1, form.width, form.dtype, form.bags, form.weighted

@@ -1,12 +1,9 @@
-"""Parameters of a block (FSDP all-gather with prefetch, DDP), and their gradients.
-
-A block's parameters move in one bucket (:mod:`autoshard.runtime.parameters.bucket`). In the
-backward an asynchronous collective reduces their gradients, which reach the parameters through
-:func:`wait_gradients`: autograd itself never adds or reads a gradient that is still under way.
-
+"""Parameters of a block (FSDP all-gather with prefetch, DDP), and their gradients. A block's move
+in one bucket (:mod:`autoshard.runtime.parameters.bucket`); an asynchronous collective reduces
+gradients, which reach parameters through :func:`wait_gradients`, unread by autograd before.
 Prefetch: the first forward of a rank module records the order of its gathers. From then on the
-first ``depth`` gathers begin with the forward, and every other one ``depth`` buckets ahead, alike
-on all ranks."""
+first ``depth`` begin with the forward, and every other one ``depth`` buckets ahead, alike on all
+ranks."""
 
 from __future__ import annotations
 
@@ -174,10 +171,9 @@ def _enter_through_bucket(
 
 
 def buckets_entering_early(pending: Gradients, alone: frozenset[int]) -> list[tuple[EnteringKey, FlatBucket]]:
-    """Buckets of parameters that may enter before the forward, as they did in an earlier one.
-
-    Block by block this takes a fifth of the time that it takes between products, which leave the
-    caches cold. ``alone``: numbers of the parameters that the forward reads in that block only."""
+    """Buckets of parameters that may enter before the forward, as in an earlier one: between
+    products, which leave caches cold, it takes five times as long. ``alone``: numbers of the
+    parameters read in that block only."""
     return [
         (key, bucket)
         for key, bucket in pending.buckets.items()
@@ -191,9 +187,8 @@ def enter_parameters_early(
     pending: Gradients,
     begun: Tensor,
 ) -> dict[int, Tensor]:
-    """Parameter number → tensor for the buckets ``entering``; ``xs``: all parameters.
-
-    ``begun``: a tensor behind the node that comes last in the backward and takes ``pending``."""
+    """Parameter number → tensor for the buckets ``entering``; ``xs``: all parameters. ``begun``: a
+    tensor behind the node that comes last in the backward and takes ``pending``."""
     found: dict[int, Tensor] = {}
     for place, (key, bucket) in enumerate(entering):
         moved: BucketTensors = _EarlyEntryNode.apply(pending, bucket, key.numbers, [xs[n] for n in key.numbers], begun)
@@ -221,7 +216,6 @@ def gather_parameters(
     reduce_dtype: Dtype = None,
 ) -> BucketTensors:
     """S → R (or I) for the parameters of a block (FSDP). Forward: one all-gather per dtype.
-
     ``dims``: the sharded dim of each tensor; ``sizes``: its global length (default: even shards).
     Backward: one reduce-scatter per dtype (``to="I"``: local slice), asynchronous as in
     :func:`enter_parameters`. ``replicas``: axes with equal shards (HSDP, I → R); reduced shards are
@@ -245,9 +239,8 @@ def gather_parameters(
 
 
 def wait_gradients(*parameters: Tensor) -> BucketTensors:
-    """The parameters unchanged, for all that follows; call once where the forward begins.
-
-    Its backward comes last. It waits for the reductions and hands each parameter its gradient."""
+    """The parameters unchanged, for all that follows; call once where the forward begins. Its
+    backward comes last: it waits for the reductions and hands each parameter its gradient."""
     trained = [p for p in parameters if p.requires_grad]
     if not trained or not torch.is_grad_enabled() or isinstance(current(), InProcessCommunicator):
         return parameters
@@ -389,10 +382,9 @@ _regather_scope = _RegatherScope()
 
 
 class _RegatherSource(RecomputeSource):
-    """A bucket that the backward gathers once more and frees after its last use.
-
-    ``before``: gathers of the same forward, in order. The backward needs them in reverse order and
-    prefetches ``ahead`` of them when it makes this one."""
+    """A bucket that the backward gathers once more and frees after its last use. ``before``:
+    gathers of the same forward, in order, of which the backward prefetches ``ahead`` in
+    reverse."""
 
     def __init__(
         self, bucket: Bucket, xs: BucketTensors, before: list[weakref.ref[_RegatherSource]], ahead: int
@@ -433,7 +425,6 @@ class _RegatherSource(RecomputeSource):
             self.arriving = None
 
     def value(self, number: int) -> Tensor | None:
-        """Gathered tensor number ``number``."""
         return None if self.full is None else self.full[number]
 
     def drop(self) -> None:
@@ -443,10 +434,9 @@ class _RegatherSource(RecomputeSource):
 
 @contextlib.contextmanager
 def regather(ahead: int = 0) -> Iterator[None]:
-    """Around a block's forward: gathered parameters are not saved for the backward.
-
-    It repeats the gather of each bucket (:func:`gather_parameters`). Copies (a cast under autocast)
-    are saved. ``ahead``: number of buckets that the backward prefetches."""
+    """Around a block's forward: gathered parameters are not saved, but gathered again in the
+    backward (:func:`gather_parameters`), ``ahead`` buckets early. Copies (a cast under autocast)
+    are saved."""
     _regather_scope.depth += 1
     before = _regather_scope.before, _regather_scope.ahead
     _regather_scope.before, _regather_scope.ahead = [], ahead

@@ -1,8 +1,6 @@
-"""Buckets: several tensors moved by one collective per dtype, forward and backward.
-
-A bucket has a *face* for every rank whose tensors it sees: one under torch.distributed, where a
-:class:`FlatBucket` uses one flat buffer per dtype, and all ranks in one process
-(:class:`JointBucket`). Tensors come and go as one list, face after face."""
+"""Buckets: several tensors moved by one collective per dtype, forward and backward. A bucket has a
+*face* per rank whose tensors it sees: one under torch.distributed (:class:`FlatBucket`, flat
+buffers), all in one process (:class:`JointBucket`). Tensors are one list, face after face."""
 
 from __future__ import annotations
 
@@ -44,7 +42,6 @@ OWN_DTYPES = Dtypes()
 
 class Bucket(ABC):
     """``moves``: one per tensor and face, all of one verb; ``replicas``: HSDP's axes.
-
     ``listed``: the plan lists each member (parameters), so profiles state their number. ``dtypes``:
     mixed precision. ``deferred``: the sum over :attr:`awaited` may be left to a later backward."""
 
@@ -90,7 +87,6 @@ class Bucket(ABC):
         self, gradients: MemberGradients, earlier: MemberGradients = (), keeps: bool = False
     ) -> tuple[Sequence[Tensor | None], list[Any], list[BeginWork]]:
         """(gradients, perhaps still under way; works to wait for; works to begin later).
-
         A gradient that is None on every rank stays None and is not communicated. ``keeps``: without
         the sum over :attr:`awaited`. ``earlier``: summands of earlier backwards to add, or None."""
 
@@ -163,7 +159,6 @@ class FlatBucket(Bucket):
 
     @property
     def gathers(self) -> bool:
-        """Whether its forward is an all-gather."""
         return self.moves[0].verb == "all_gather"
 
     def forward(self, xs: Sequence[Tensor], phase: str) -> list[Tensor]:
@@ -250,7 +245,6 @@ class FlatBucket(Bucket):
 
     @functools.cached_property
     def _backs(self) -> list[Move]:
-        """The moves of the gradients."""
         return map_moves(self.moves, Move.backward)
 
     def _begin(
@@ -446,9 +440,8 @@ class JointBucket(Bucket):
     def backward(
         self, gradients: MemberGradients, earlier: MemberGradients = (), keeps: bool = False
     ) -> tuple[Sequence[Tensor | None], list[Any], list[BeginWork]]:
-        """See :meth:`Bucket.backward`; nothing is under way afterwards.
-
-        Gradients are unsharded here, so their sum is free: a deferred sum is only not logged."""
+        """See :meth:`Bucket.backward`; nothing is under way afterwards. Gradients are unsharded
+        here, so their sum is free: a deferred sum is only not logged."""
         waits, gradients = self.deferred, _cast_all(gradients, self.dtypes.backward)
         out = self._execute([m.backward() for m in self.moves], gradients, "backward", waits and not self.replicas)
         if self.replicas:
@@ -488,7 +481,6 @@ def move_bucketed(
     dtypes: Dtypes = OWN_DTYPES,
 ) -> BucketTensors:
     """Every tensor moved: ``through(bucket, tensors)``, with all faces' tensors in one process.
-
     ``what``: the caller's name, for errors. Other arguments: see :class:`Bucket`."""
     comm = current()
     module = with_module(moves[0], always=isinstance(comm, TorchCommunicator)).module
@@ -511,5 +503,4 @@ def move_bucketed(
 
 
 def _cast_all(xs: Any, dtype: torch.dtype | None) -> Any:
-    """Every tensor cast to ``dtype``."""
     return [x if x is None or dtype is None else x.to(dtype) for x in xs]

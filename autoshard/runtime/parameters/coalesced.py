@@ -1,8 +1,7 @@
-"""Coalesced collectives: small messages that are ready together share one, forward and backward.
-
-Each function does to several tensors what its namesake in
-:mod:`autoshard.runtime.operations.collectives` does to one; ``dims`` and ``sizes`` have an entry
-per tensor. There is one message per dtype. The backward leaves out tensors without a gradient."""
+"""Coalesced collectives: small messages that are ready together share one per dtype, forward and
+backward. Each function does to several tensors what its namesake in
+:mod:`autoshard.runtime.operations.collectives` does to one. The backward leaves out tensors
+without a gradient."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ def all_gather_together(
 def all_to_all_together(
     xs: Sequence[Tensor], srcs: Sequence[int], dsts: Sequence[int], axes: Axes, sizes: OptionalLengths = None
 ) -> BucketTensors:
-    """S(src) → S(dst). Backward: one all-to-all. ``sizes``: lengths of the dims ``srcs`` once gathered."""
+    """S(src) → S(dst), both ways one all-to-all. ``sizes``: gathered lengths of ``srcs``."""
     names = current().active(axes)
     full = gathered_lengths(xs, srcs, names, sizes)
     moves = [Move("S", "S", names, i, n, j, x.shape[j]) for x, i, j, n in zip(xs, srcs, dsts, full, strict=True)]

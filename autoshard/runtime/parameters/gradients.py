@@ -1,8 +1,7 @@
-"""Gradients of one forward's parameters: overlapped reductions, and deferred sums.
-
-A gradient that reaches a parameter through several conversions comes in parts. A part is reduced,
-or still a summand over some axes if it was converted while :attr:`Communicator.deferred` held. The
-owner of the parameters keeps summands for the later backward that sums them all."""
+"""Gradients of one forward's parameters: overlapped reductions, and deferred sums. They come in
+parts, each reduced, or still a summand over some axes if converted while
+:attr:`Communicator.deferred` held; the parameters' owner keeps summands for the later backward
+that sums them."""
 
 from __future__ import annotations
 
@@ -42,7 +41,6 @@ class EnteringKey(NamedTuple):
 
 class Gradients:
     """Collects the gradients of one backward.
-
     ``earlier``: gives summands of earlier backward passes; called once for a parameter and its
     axes. ``last``: numbers of parameters whose gradients autograd brings as summands, and the
     bucket that sums them when all are there. ``buckets``: of the blocks' parameters, found by
@@ -87,10 +85,9 @@ class Gradients:
             self.expected[bucket.kind] += 1
 
     def move(self, bucket: Bucket, numbers: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
-        """Begin to move the ``gradients`` of parameters ``numbers`` back through ``bucket``.
-
-        Small ones wait for the next of their kind, since each message has latency. The last of a
-        kind is sent at once, so that it overlaps with the rest of the backward."""
+        """Begin to move the ``gradients`` of parameters ``numbers`` back through ``bucket``. Small
+        ones wait for the next of their kind; the last is sent at once, to overlap with the
+        rest."""
         if not isinstance(bucket, FlatBucket):
             self._move(bucket, numbers, gradients)
             return
@@ -129,10 +126,8 @@ class Gradients:
                 first.wait()
 
     def finish(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Every parameter's gradient: parts plus autograd's, in flight until :meth:`wait`.
-
-        Autograd's come from uses outside of buckets. If a parameter has both, nothing is in
-        flight."""
+        """Every parameter's gradient: parts plus autograd's (from uses outside of buckets), in
+        flight until :meth:`wait` unless a parameter has both."""
         gradients = gradients if self.last[1] is None else self._sum_last(self.last[1], gradients)
         self._flush()
         self.begin_later()
@@ -151,7 +146,6 @@ class Gradients:
         return [self._sum(number, found) if found else None for number, found in enumerate(parts)]
 
     def wait(self) -> None:
-        """Wait for all works."""
         for work in self.works:
             work.wait()
         self.works, self.whole = [], []

@@ -1,9 +1,7 @@
 """Recompute (rematerialize, activation checkpointing) gathered parameters and parts of the forward.
-
-Autograd passes every tensor that it saves to :func:`pack_saved`. A tensor in a recomputable storage is
-packed as "which value of which source, and where in it". The backward asks the source, which
-rematerializes all its values at once. In one process the backward is one thread for all ranks, so a
-part runs again on all of them together."""
+:func:`pack_saved` packs a tensor that autograd saves, in a recomputable storage, as "which value
+of which source, and where in it". The backward asks the source, which makes all its values at
+once; in one process for all ranks."""
 
 from __future__ import annotations
 
@@ -123,9 +121,8 @@ _saved_observers: dict[int, Callable[[Tensor], object]] = {}
 
 @contextlib.contextmanager
 def observing_saved_tensors(tell: Callable[[Tensor], object]) -> Iterator[None]:
-    """Inside, call ``tell`` with each tensor that this thread saves for the backward.
-
-    Saved-tensor hooks outside of those here do not see them."""
+    """Inside, call ``tell`` with each tensor that this thread saves for the backward, unseen by
+    outer saved-tensor hooks."""
     here = threading.get_ident()
     _saved_observers[here] = tell
     try:
@@ -178,7 +175,6 @@ def forget_freed_storages() -> None:
 
 def recompute(part: Callable[..., Any], *inputs: Any, draws: bool = False) -> Any:
     """``part(*inputs)`` with activation checkpointing: the backward recomputes saved tensors.
-
     ``inputs``: all tensors and plain values that the part reads; they are saved. ``draws``: whether
     it draws random numbers; then it draws the same again. Its collectives run again in the same
     order on every rank, except sums inside operations
@@ -276,9 +272,8 @@ class _RankForward:
 
 
 class _RecomputedPart(RecomputeSource):
-    """A checkpointed part as one rank remembers it. ``runs``: of all ranks of this process.
-
-    Places hold it, and it holds the runs, not vice versa: all is freed with the last place."""
+    """A checkpointed part as one rank remembers it. ``runs``: of all ranks of this process, held by
+    it, not vice versa: all is freed with the last place."""
 
     def __init__(self, comm: Communicator, run: _RankForward) -> None:
         super().__init__()

@@ -1,10 +1,7 @@
-"""Split backward (zero bubble): the operand's gradient at once, the weight's gradient later.
-
-A zero-bubble schedule (Qi et al., arXiv:2401.10241) sends the gradient of a stage's input as soon
-as possible and computes weight gradients where it would wait. While :attr:`Communicator.later` is a
-list, a product is an autograd node between its result and its operand, without the weight. Its
-backward gives dX and appends a second node to the list. That node's backward gives dW, and autograd
-does the rest (casts, reductions). Else these are torch's ops."""
+"""Split backward (zero bubble, Qi et al., arXiv:2401.10241): the operand's gradient at once, the
+weight's gradient where the schedule would wait. While :attr:`Communicator.later` is a list, a
+product is an autograd node without the weight; its backward gives dX and appends a second node,
+whose backward gives dW. Else these are torch's ops."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ def conv(
     dilation: Sequence[int] | int = 1,
     groups: int = 1,
 ) -> Tensor:
-    """``F.conv1d``, ``conv2d`` or ``conv3d`` of x [batch, c, ...] with weight [n, c / groups, ...] and bias [n]."""
+    """``F.conv1d`` to ``conv3d`` of x [batch, c, ...], weight [n, c / groups, ...] and bias [n]."""
     dims = weight.dim() - 2
     each = [[n] * dims if isinstance(n, int) else list(n) for n in (stride, padding, dilation)]
     rest = *each, False, [0] * dims, groups

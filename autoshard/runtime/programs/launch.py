@@ -1,7 +1,5 @@
-"""Run a saved directory: ``torchrun … rank_module.py``, or all ranks in one process.
-
-``step.json`` lists the micro-batches and stages of the saved step; without that file there is one
-of each."""
+"""Run a saved directory: ``torchrun … rank_module.py``, or all ranks in one process. ``step.json``
+lists the micro-batches and stages; without it there is one of each."""
 
 from __future__ import annotations
 
@@ -191,7 +189,6 @@ Outputs = Sequence[Any]
 
 def main(rank_module: type[RankModule] | Sequence[type[RankModule]], file: str) -> None:
     """Load this rank's shards from beside ``file``, take training steps, print the loss.
-
     ``rank_module``: the class of a rank, or those of all stages. ``--inputs``: a safetensors file
     with the global inputs by name; default: random inputs as described in ``inputs.json``. Raises
     :class:`MeshError` for a wrong number of processes, :class:`PlanError` for operations of a
@@ -393,7 +390,6 @@ def _name_lines(classes: Sequence[type[RankModule]], file: Path) -> None:
 
 
 def _global_inputs(step: SavedStep, folder: Path, given: Path | None) -> dict[str, Tensor]:
-    """The global inputs."""
     names = list(dict.fromkeys(a[0] for stage in step.stages for a in stage.arguments if not isinstance(a, int)))
     if given is not None:
         from safetensors.torch import load_file

@@ -14,9 +14,8 @@ from autoshard.runtime.parameters.recompute import dropping_recomputable
 
 
 class ModuleTree(nn.Module):
-    """A node of the module tree. Names that are no identifiers are items: ``self.layers[0]``.
-
-    ``self.layers[2:5]``: a list of numbered children, over which a scope can be iterated."""
+    """A node of the module tree. Names that are no identifiers are items: ``self.layers[0]``;
+    ``self.layers[2:5]`` is a list of numbered children, over which a scope can be iterated."""
 
     def __getitem__(self, name: int | str | slice) -> Any:
         if isinstance(name, slice):
@@ -110,7 +109,6 @@ class RankModule(Block):
             return super().__call__(*args, **kwargs)
 
     def tensors(self) -> list[Tensor]:
-        """The bound tensors of this rank."""
         return list(self._bound().values())
 
     def _bound(self) -> dict[str, Tensor]:

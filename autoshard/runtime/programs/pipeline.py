@@ -1,8 +1,6 @@
-"""Pipeline stages on this rank, run by the schedules of torch.distributed.pipelining.
-
-A stage takes and gives local tensors in the layouts of the plan, so every shape is known and no
-rank asks another. Where the model draws, the generator state goes from stage to stage: each begins
-where the one before ended. ``StageRanks`` is the group of ranks along the axis of stages."""
+"""Pipeline stages on this rank, run by torch.distributed.pipelining's schedules. Stages pass local
+tensors in the plan's layouts, so that every shape is known, and the generator state where the
+model draws. ``StageRanks`` is the group of ranks along the axis of stages."""
 
 from __future__ import annotations
 
@@ -32,11 +30,9 @@ class StageRanks:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def runs(self, stage: int) -> int:
-        """The rank that runs ``stage``."""
         return stage % self.ranks
 
     def is_mine(self, stage: int) -> bool:
-        """Whether this rank runs ``stage``."""
         return self.runs(stage) == self.rank
 
     def tell(self, stage: int, x: Tensor, what: str) -> None:
@@ -46,10 +42,9 @@ class StageRanks:
             self._run(what, lambda: dist.broadcast(raw(x), src, group=self.group, async_op=True))
 
     def add_up(self, x: Tensor, stages: Sequence[int], what: str) -> None:
-        """Sum ``x`` in place over the ranks that run ``stages``; each calls it, in the same order.
-
-        A subset of the ranks exchanges messages. Its own process group could deadlock: torch names
-        a group by how many its members have, and ranks that share other parameters have more."""
+        """Sum ``x`` in place over the ranks that run ``stages``, by messages; each calls it, in the
+        same order. Groups of subsets could deadlock: torch names a group by how many its members
+        have."""
         ranks = sorted({self.runs(stage) for stage in stages})
         if self.rank not in ranks or len(ranks) == 1:
             return
@@ -71,9 +66,8 @@ class StageRanks:
     def _of_each(
         self, ranks: Sequence[int], x: Tensor, what: str, lengths: Sequence[int] | None = None
     ) -> list[Tensor]:
-        """``x`` of each of ``ranks``, in point-to-point messages; each of them calls it.
-
-        All have one shape, or ``lengths`` along dim 0."""
+        """``x`` of each of ``ranks``, in point-to-point messages, in which all take part; of one
+        shape, or ``lengths`` along dim 0."""
         parts, ops = [], []
         for place, r in enumerate(ranks):
             if r == self.rank:
@@ -180,7 +174,6 @@ class Pipeline:
 
     def step(self, notes: FailureNotes, leaves: LocalTensors, state: Tensor | None) -> None:
         """Forward (and in training backward) of all micro-batches; ``made`` has the outputs.
-
         ``leaves``: trained parameters; ``state``: of the generators, in the first stage."""
         self.made, self.state, self.end = {number: [] for number in self.mine}, state, None
         for module in self.modules:

@@ -39,7 +39,7 @@ class Stage(pipelining.PipelineStage):
         self.received: Sequence[Tensor] = kwargs["input_args"]
 
     def _create_grad_send_info(self, args_recv_info: tuple[Any, ...]) -> list[int | None]:
-        """Per received tensor the stage that takes its gradient, or None without one: torch < 2.13 expects all."""
+        """Per received tensor the stage of its gradient, or None (torch < 2.13 expects all)."""
         found = super()._create_grad_send_info(args_recv_info)
         return [to if x.requires_grad else None for to, x in zip(found, self.received, strict=True)]
 

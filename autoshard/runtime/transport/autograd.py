@@ -1,9 +1,7 @@
-"""Base classes of autograd functions: cheap ``apply``; None gradients stay None.
-
-Torch gives zeros to a user's Function that gets no gradient. A parameter behind it then has a
-gradient of zeros where one device has none, and the optimizer's weight decay and momentum move it.
-:class:`NoneGradFunction` passes None on, as torch's own operations do. :class:`Differentiable` is
-one move of this rank."""
+"""Base classes of autograd functions: cheap ``apply``; None gradients stay None
+(:class:`NoneGradFunction`), as in torch's own operations. A user's Function gets zeros instead,
+and the optimizer would move a parameter behind it. :class:`Differentiable` is one move of this
+rank."""
 
 from __future__ import annotations
 
@@ -22,9 +20,8 @@ from autoshard.torch_private.autograd import inside_transforms, is_batchedtensor
 
 
 class LeanFunction(torch.autograd.Function):
-    """``autograd.Function`` whose ``apply`` skips the search for dead functorch wrappers.
-
-    The search takes three Python calls per argument, and nodes of many parameters have many."""
+    """``autograd.Function`` whose ``apply`` skips the search for dead functorch wrappers: three
+    Python calls per argument."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -79,8 +76,8 @@ def refuse_batched(batched: bool) -> None:
 
 def register_backward(op: Any, backward: Callable[..., Any], save: Callable[..., None]) -> None:
     """Make a custom op of one result differentiable, as :class:`NoneGradFunction` does a Function.
-
-    ``save`` gets the context, arguments and result, and keyword-only arguments if there are any."""
+    ``save`` gets the context, arguments and result, and keyword-only arguments if there are
+    any."""
 
     def remembered(ctx: Any, inputs: tuple[Any, ...], output: Any, **named: Any) -> None:
         ctx.set_materialize_grads(False)
@@ -91,7 +88,6 @@ def register_backward(op: Any, backward: Callable[..., Any], save: Callable[...,
 
 def register_recomputed_backward(op: Any, forward: Callable[..., Tensor], of: Collection[int] | None = None) -> None:
     """Register a backward for custom op ``op`` that recomputes ``forward`` of the same arguments.
-
     ``of``: numbers of the arguments that get gradients; None: all tensors."""
 
     def save(
@@ -116,9 +112,8 @@ def register_recomputed_backward(op: Any, forward: Callable[..., Tensor], of: Co
 
 
 class Differentiable(NoneGradFunction):
-    """A move of this rank as an autograd node; its backward is the dual move.
-
-    A gradient is None on all ranks or on none, since they run the same program."""
+    """A move of this rank as an autograd node; its backward is the dual move. A gradient is None on
+    all ranks or on none, since they run the same program."""
 
     @staticmethod
     def forward(ctx: Any, comm: Any, move: Move, phase: str, x: Tensor) -> Tensor:

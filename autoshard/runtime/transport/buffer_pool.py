@@ -1,8 +1,6 @@
-"""Flat communication buffers: dtypes backends can send, packing, a pool on CPUs.
-
-A CPU allocator returns large buffers to the system when they are freed, and the system clears every
-page of the next one. That takes longer than the copies into it, so buffers are reused in the next
-step. Devices have caching allocators."""
+"""Flat communication buffers: dtypes backends can send, packing, a pool on CPUs, whose allocator
+returns large buffers to the system. Clearing new pages takes longer than the copies, so buffers
+are reused in the next step."""
 
 from __future__ import annotations
 
@@ -39,7 +37,6 @@ def raw(x: Tensor) -> Tensor:
 
 
 def with_length(shape: Sequence[int], dim: int, length: int) -> list[int]:
-    """``shape`` with ``length`` along ``dim``."""
     return [*shape[:dim], length, *shape[dim + 1 :]]
 
 
@@ -54,7 +51,6 @@ def is_outermost(shape: Sequence[int], dim: int) -> bool:
 
 
 def zero_padded(x: Tensor, dim: int, length: int) -> Tensor:
-    """``x`` zero-padded at the end of ``dim`` to ``length``."""
     if x.shape[dim] == length:
         return x
     out = x.new_zeros(with_length(x.shape, dim, length))
@@ -130,9 +126,8 @@ class BufferPool:
         """(shapes, dtype) → buffers, least recently taken first"""
 
     def take(self, like: Tensor, shapes: BufferShapes, dtype: torch.dtype, call: int) -> tuple[Tensor, list[Tensor]]:
-        """A flat buffer on the device of ``like``, uninitialised, and views of ``shapes`` in it.
-
-        ``call``: the number of the current call."""
+        """An uninitialised flat buffer on the device of ``like``, and views of ``shapes`` in it.
+        ``call``: the current call's number."""
         if not is_pooled(like, shapes, dtype):
             buffer = like.new_empty(sum(map(torch.Size.numel, shapes)), dtype=dtype)
             return buffer, buffer_views(buffer, shapes)

@@ -1,7 +1,5 @@
-"""The communicator: the mesh as one rank sees it, its micro-batch, and the one in use.
-
-:class:`MicroBatchStep` has what micro-batches share: parameters gathered once, and gradients
-reduced once."""
+"""The communicator: the mesh as one rank sees it. :class:`MicroBatchStep` has what the
+micro-batches of a step share: parameters gathered once, gradients reduced once."""
 
 from __future__ import annotations
 
@@ -40,10 +38,9 @@ class SharedGather:
             self.gradients[i] = a if b is None else b if a is None else a + b
 
     def take(self, brought: Sequence[Tensor | None] | None = None) -> list[Tensor | None]:
-        """The accumulated gradients, which are released.
-
-        ``brought``: in a split backward, the gradients of this part; only their sums are taken,
-        since earlier micro-batches may still add to others."""
+        """The accumulated gradients, which are released. ``brought``: in a split backward, the
+        gradients of this part, whose sums alone are taken: earlier micro-batches may add to
+        others."""
         taken = [brought is None or g is not None for g in brought or self.gradients]
         sums = [g if now else None for g, now in zip(self.gradients, taken, strict=True)]
         self.gradients = [None if now else g for g, now in zip(self.gradients, taken, strict=True)]
@@ -90,10 +87,8 @@ ReduceStatistic = Callable[[Tensor], Tensor]
 
 
 class Communicator(ABC):
-    """One rank of a named mesh, row-major (the last axis varies fastest).
-
-    ``log``: set it to a list to log every collective as :class:`Executed`. Subclasses move
-    tensors."""
+    """One rank of a named mesh, row-major (the last axis varies fastest). ``log``: a list, to log
+    every collective as :class:`Executed`. Subclasses move tensors."""
 
     log: list[Executed] | None = None
 
@@ -150,9 +145,8 @@ class Communicator(ABC):
         """Execute ``move`` on this rank's ``x``, differentiably."""
 
     def start(self, move: Move, x: Tensor, phase: str) -> Callable[[], Tensor]:
-        """Begin ``move`` on this rank's ``x``, without autograd; call the result once to wait.
-
-        Work that needs no meeting of ranks may overlap."""
+        """Begin ``move`` on this rank's ``x``, without autograd; the result waits. Work that needs
+        no meeting of ranks may overlap."""
         moved = self.apply(move, x)
         return lambda: moved
 

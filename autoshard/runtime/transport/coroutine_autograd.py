@@ -1,7 +1,6 @@
-"""Per-rank coroutines as autograd functions: one for the forward, one for the backward.
-
-The backward needs all ranks at once, so the journeys of a process are one autograd node. Another
-node on each rank saves what its backward needs, where this rank's saved-tensor hooks apply."""
+"""Per-rank coroutines as autograd functions. The backward needs all ranks at once, so a process's
+journeys are one node; one more per rank saves what its backward needs, under this rank's
+saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -68,7 +67,6 @@ def _run_forward(comm: Communicator, visits: Sequence[_RankVisit], phase: str, x
 
 
 def _split_by_rank(xs: Sequence[Any], ranks: int) -> list[Any]:
-    """``xs`` split evenly by rank."""
     count = len(xs) // ranks
     return [xs[i * count : (i + 1) * count] for i in range(ranks)]
 

@@ -1,9 +1,7 @@
-"""Process groups, and other objects that modules of this process share under torch.distributed.
-
-A group costs sockets and threads (three with gloo), so modules on the same ranks share groups. A
-group has one purpose: what overlaps with compute must not queue behind what is waited for. All
-ranks begin the same collectives on a group in the same order, over modules, too: ranks call the
-same modules in the same order, one at a time, and none after a collective was given up."""
+"""Process groups, and other objects that modules of this process share: a group costs sockets and
+threads. It has one purpose, so that what overlaps with compute never queues behind what is
+waited for. All ranks begin a group's collectives in the same order, over modules, too: they call
+the same modules, one at a time, and none after a collective was given up."""
 
 from __future__ import annotations
 
@@ -44,9 +42,8 @@ def once_per_initialisation(key: Hashable, make: Callable[[], Cached]) -> Cached
 
 
 def group_of(ranks: Sequence[int], purpose: str, backend: str | None = None) -> Any:
-    """The process group of sorted global ``ranks`` for a purpose. Members first ask together.
-
-    ``backend``: default, that of torch.distributed."""
+    """The process group of sorted global ``ranks`` for a purpose; members first ask together.
+    ``backend``: default, torch.distributed's."""
     ranks = sorted(ranks)
 
     def make() -> Any:

@@ -1,10 +1,7 @@
-"""Simulated ranks: all ranks are threads of one process, and one runs at a time.
-
-A rank runs until it needs the others, leaves its tensor and lets the next rank run; nobody polls or
-times out. The last to arrive executes the collective for all. So ranks never race, random draws
-come in rank order, and a rank that never comes ends the run instead of hanging it. Where a gradient
-flows, a collective is one autograd node over all ranks' tensors: one graph spans the mesh, and a
-plain ``loss.backward()`` runs it."""
+"""Simulated ranks: all ranks are threads of one process, and one runs at a time, until it needs the
+others; the last to arrive executes the collective for all. So ranks never race, random draws
+come in rank order, and a missing rank ends the run. Where a gradient flows, a collective is one
+autograd node over all ranks' tensors, and ``loss.backward()`` runs the one graph."""
 
 from __future__ import annotations
 
@@ -178,10 +175,8 @@ RankTensors = tuple[Tensor, ...]
 
 
 class World:
-    """A simulated mesh, for example ``World({"dp": 2, "tp": 2})``.
-
-    ``log``: None, or a list that receives every collective once (bytes per rank, rank 0's
-    group)."""
+    """A simulated mesh: ``World({"dp": 2, "tp": 2})``. ``log``: None, or a list that receives every
+    collective once (bytes per rank, rank 0's group)."""
 
     def __init__(self, axes: Mapping[str, int]) -> None:
         self.log: list[Executed] | None = None
@@ -196,15 +191,12 @@ class World:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
     def run(self, fn: Callable[..., Any], args: Sequence[Sequence[Any]] | None = None) -> list[Any]:
-        """``fn(*args[rank])`` on every rank; returns results by rank. Rank 0 runs in this thread.
-
-        Grad and inference mode, autocast and default device of the caller hold in every rank.
-        Raises the first exception of any rank, and :class:`RuntimeMismatchError` if collectives
-        differ between ranks."""
+        """``fn(*args[rank])`` on every rank, rank 0 in this thread; results by rank. Grad and
+        inference mode, autocast and default device are the caller's. Raises the first exception
+        of any rank, and :class:`RuntimeMismatchError` if collectives differ."""
         if self._schedule is not None:
             raise RuntimeMismatchError("this in-process mesh is already running. A nested run needs its own World")
         if self._threads is None or self._process != os.getpid():  # threads do not survive a fork
@@ -234,9 +226,7 @@ class World:
 
     def meet(self, rank: int, what: Any, value: Any, joint: Joint) -> Any:
         """Wait for all ranks; ``joint(values by rank)`` runs once and gives each rank its result.
-
-        ``what``: printable purpose of the call. Ranks with different ones raise
-        :class:`RuntimeMismatchError`."""
+        ``what``: printable purpose; if ranks' differ, :class:`RuntimeMismatchError`."""
         if self._schedule is None:
             raise RuntimeMismatchError(f"{what}: a collective of the in-process mesh outside World.run")
         return self._schedule.meet(rank, what, value, joint)

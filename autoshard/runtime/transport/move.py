@@ -1,7 +1,6 @@
-"""A move: one tensor from one placement to another along a group of mesh axes; its adjoint.
-
-The table of the layout algebra, for what runs and for what is planned. The gradient of ``X → Y`` is
-``dual(Y) → dual(X)``, with ``dual``: S ↔ S, I ↔ I, R ↔ P. So the backward of every move is a move."""
+"""A move: one tensor from one placement to another along a group of mesh axes; its adjoint. The
+gradient of ``X → Y`` is ``dual(Y) → dual(X)``, with ``dual``: S ↔ S, I ↔ I, R ↔ P. So the
+backward of every move is a move."""
 
 from __future__ import annotations
 
@@ -25,7 +24,6 @@ class SegmentOrder(NamedTuple):
     """index of each row in the other order, both ways; None: few segments, concatenated instead"""
 
     def turned(self) -> SegmentOrder:
-        """The inverse order."""
         return SegmentOrder([*zip(*self.lengths, strict=True)], self.numbers and self.numbers[::-1])
 
     def of(self, x: Tensor) -> Tensor:
@@ -101,9 +99,8 @@ def dual(source: str, target: str) -> tuple[str, str]:
 
 
 def ring_volume(verb: str, ranks: int) -> int:
-    """Elements that each rank sends in a ring algorithm, in units of chunk size / ``ranks``.
-
-    All-reduce: 2(n-1)/n of the full tensor; permute: one chunk; other collectives: n-1 chunks."""
+    """Elements that each rank sends in a ring algorithm, in units of chunk size / ``ranks``:
+    2(n-1)/n of the full tensor in an all-reduce, one chunk in a permute, else n-1 chunks."""
     if verb == "all_reduce":
         return 2 * (ranks - 1)
     if verb == "permute":
@@ -137,7 +134,6 @@ class Splits(NamedTuple):
 
 class Move(NamedTuple):
     """``source → target`` over the flattened group ``axes`` (first axis outermost).
-
     ``dim``: the sharded dim, ``size``: its global length. An all-to-all changes the sharded dim to
     ``to_dim`` of length ``to_size``. ``order`` makes it a permute: the same chunks, numbered along
     ``order``. ``exchange`` makes it a halo exchange: other intervals of ``dim`` than chunks.
@@ -190,7 +186,6 @@ class Move(NamedTuple):
 
     def ring_bytes(self, x: Tensor, ranks: int) -> float:
         """Bytes each rank sends by a ring algorithm, for this rank's ``x`` in a group of ``ranks``.
-
         Uneven chunks count as the longest, as in the plan: all-gather and reduce-scatter pad to
         that, all-to-all and permute send no more. A halo counts the most that a rank receives;
         ``splits`` count exactly. Of a sparse gradient every other rank gets the rows and their
@@ -205,10 +200,9 @@ class Move(NamedTuple):
         return ring_volume(self.verb, ranks) * self._longest_bytes(x, ranks) / ranks
 
     def payload_bytes(self, x: Tensor, ranks: int, phase: str) -> float:
-        """Bytes of the operand of an all-reduce, of an unsharded tensor otherwise, or of a received halo.
-
-        Rows that are sent by ``splits`` count once, as if every rank sent as many: those of results,
-        which arrive in the forward and whose gradients are sent in the backward."""
+        """Bytes of the operand of an all-reduce, of an unsharded tensor otherwise, or of a received
+        halo. Rows sent by ``splits`` count once, as results, whose gradients are sent in the
+        backward."""
         if self.splits is not None:
             rows = sum(self.splits.received if phase == "forward" else self.splits.sent)
             return float(rows * math.prod(x.shape[1:]) * x.element_size())

@@ -1,8 +1,6 @@
-"""Failure detection: a waiting rank learns that another one failed and why, or is gone.
-
-A failing rank leaves a note in the store of torch.distributed. A rank that waits for a collective
-looks there once a second, so that it raises soon and gives the reason, instead of waiting for its
-process group's timeout. It also notices that it waits in another call than the others."""
+"""Failure detection: a waiting rank learns that another one failed and why, or is gone. A failing
+rank leaves a note in torch.distributed's store, where waiting ranks look once a second: no
+timeout. They also notice if they wait in another call than the others."""
 
 from __future__ import annotations
 
@@ -55,10 +53,9 @@ class ModulesState:
 
 
 class FailureNotes:
-    """Calls of one module, and their failures. Ranks create as many, in the same order.
-
-    As a context manager it reports errors inside to the other ranks. ``scope``: the ranks that
-    create it, if they are not all, or another purpose than modules."""
+    """Calls of one module, and their failures; ranks create as many, in the same order. As a
+    context manager it reports errors inside. ``scope``: the ranks that create it, if not all, or
+    another purpose."""
 
     def __init__(self, scope: tuple[Any, ...] = ()) -> None:
         self.common = once_per_initialisation(("common", scope), lambda: ModulesState(scope))
@@ -126,9 +123,8 @@ class FailureNotes:
             self.leave(error)
 
     def look(self) -> str:
-        """Why to stop waiting: another rank's failure in this or the last call, or a mismatch.
-
-        "": nothing is known, the others are late."""
+        """Why to stop waiting: another rank's failure in this or the last call, or a mismatch; "":
+        others are just late."""
         with contextlib.suppress(Exception):
             for call in {self.at, self.at - 1} - self.common.failed_in:
                 if _store().check([self._key(call)]):
@@ -159,9 +155,8 @@ class FailureNotes:
 
 
 def wait(work: Any, notes: FailureNotes, what: Callable[[], str]) -> None:
-    """Wait for a gloo collective. Raises :class:`CommunicationError` if it cannot end.
-
-    ``what``: its name, for messages."""
+    """Wait for a gloo collective; :class:`CommunicationError` if it cannot end. ``what``: its name,
+    for messages."""
     for looks in itertools.count(1):
         try:
             work.wait(POLL_INTERVAL)

@@ -85,11 +85,9 @@ class AxesGroup(NamedTuple):
 
 
 def exchange_buffers(group: AxesGroup, x: Tensor) -> tuple[Tensor, Tensor, list[int]] | None:
-    """(receive buffer, sent tensor, elements per member or []) to exchange summands, else None.
-
-    An exchange meets once, a ring 2 (n - 1) times. Two ranks send as much as in a ring, and
-    exchange unless the buffer would be large. More ranks exchange few numbers; for one number their
-    ring has a single segment."""
+    """(receive buffer, sent tensor, elements per member or []) to exchange summands, else None. An
+    exchange meets once, a ring 2 (n - 1) times: two ranks exchange unless the buffer would be
+    large, more ranks few numbers (for one, their ring has a single segment)."""
     if not x.is_floating_point():
         return None
     if group.size == 2 and x.nbytes <= PAIR_EXCHANGE_BYTES:
@@ -140,11 +138,10 @@ _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Reduc
 
 
 class TorchCommunicator(Communicator):
-    """The rank of this process. Process groups are created when axes are first used, or shared.
-
-    All members of a group create it together. ``ranks``: the global rank of every mesh rank
-    (default: 0, 1, …). ``scope``: of :class:`FailureNotes`. Raises :class:`MeshError` without an
-    initialised torch.distributed, or with too few ranks."""
+    """The rank of this process. Groups are created, by all members together, when axes are first
+    used, or shared. ``ranks``: the global rank of every mesh rank; ``scope``: of
+    :class:`FailureNotes`. Raises :class:`MeshError` without an initialised torch.distributed, or
+    with too few ranks."""
 
     def __init__(
         self, axes: Mapping[str, int], ranks: Sequence[int] | None = None, scope: tuple[int, ...] = ()
@@ -188,11 +185,9 @@ class TorchCommunicator(Communicator):
         return self._groups[axes]
 
     def beside(self, axes: tuple[str, ...]) -> AxesGroup:
-        """The process group for what overlaps with compute: parameters and gradients.
-
-        NCCL executes a group's collectives in order, so one that the next operation waits for would
-        queue behind them. They have their own group, as in Megatron-LM and FSDP2. gloo has threads
-        for several."""
+        """The process group for what overlaps with compute: parameters and gradients. NCCL runs a
+        group's collectives in order, so what the next operation waits for would queue behind
+        them. gloo has threads for several."""
         group = self.process_group(axes)
         return group if group.gloo else self._own(group)
 
@@ -201,11 +196,9 @@ class TorchCommunicator(Communicator):
         return group._replace(handle=group_of(group.members, "beside"))
 
     def host_group(self) -> AxesGroup:
-        """All ranks, for CPU tensors.
-
-        It is a separate gloo group if the backend has none for CPUs (NCCL), or has gloo besides
-        another: the CPU part of "cpu:gloo,cuda:nccl" also saves checkpoints in the background, so
-        the order would be random."""
+        """All ranks, for CPU tensors: a separate gloo group if the backend has none for CPUs, or
+        has it besides another ("cpu:gloo,cuda:nccl" also saves checkpoints in the background, in
+        random order)."""
         world = self.process_group(self.active(tuple(self.mesh)))
         config = dist.get_backend_config(world.handle)
         if world.gloo or ("cpu:" in config and "cpu:gloo" not in config):
@@ -239,18 +232,16 @@ class TorchCommunicator(Communicator):
             collective(*args, group=group.handle)
 
     def reduce_scatter(self, group: AxesGroup, out: Tensor, parts: Tensor) -> PendingCollective | PendingSum:
-        """Begin to sum ``parts``, one per rank, shaped as ``out``, into every rank's ``out``.
-
-        gloo's own sends as much as an all-reduce; an all-to-all and a local sum send half of it."""
+        """Begin to sum ``parts``, one per rank, shaped as ``out``, into every rank's ``out``; with
+        gloo, whose own sends twice as much, by an all-to-all and a local sum."""
         if not group.gloo:
             return self.begin(group, reduce_scatter_single, out, parts)
         received = torch.empty_like(parts)
         return PendingSum(self.begin(group, dist.all_to_all_single, received, parts), received, out)
 
     def all_reduce(self, group: AxesGroup, x: Tensor) -> PendingCollective | PendingSum:
-        """Begin to sum contiguous ``x`` over the ranks, in place.
-
-        gloo's ring wakes threads of every rank 2 (n - 1) times: see :func:`exchange_buffers`."""
+        """Begin to sum contiguous ``x`` over the ranks, in place. See :func:`exchange_buffers` for
+        gloo, whose ring wakes threads 2 (n - 1) times."""
         if group.gloo and (sent := exchange_buffers(group, x)) is not None:
             received, parts, counts = sent
             return PendingSum(self.begin(group, all_to_all_rows, received, parts, counts, counts), received, x)

@@ -1,8 +1,6 @@
 """Names of collectives in profiles, as in the predicted timeline: ``all_gather@tp mlp forward``.
-
-The compiler leaves a table of the lines of generated code that communicate. While a profiler runs,
-and always under torch.distributed (for errors), a collective looks for the line that calls it; its
-backward has the same name."""
+While a profiler runs, and always under torch.distributed (for errors), a collective finds its
+name, also its backward's, by the line of generated code that calls it."""
 
 from __future__ import annotations
 
@@ -27,9 +25,8 @@ _NO_RECORD = contextlib.nullcontext()
 
 def name_lines(rank_module: type[Any], modules: Mapping[int, str]) -> None:
     """Register the module for which each line of the file of ``rank_module`` communicates.
-
-    ``modules``: line number → module path, relative to the block of the method; ``@block.mlp`` is
-    relative to the block in the loop variable ``block``."""
+    ``modules``: line number → path, relative to the method's block; ``@block.mlp``: to the block
+    in loop variable ``block``."""
     rank_module.forward.__globals__[_LINE_TABLE] = modules
 
 
@@ -44,9 +41,8 @@ def with_module(move: Move, always: bool = False) -> Move:
 
 
 def profiled(comm: Communicator, move: Move, phase: str, members: int = 1) -> contextlib.AbstractContextManager[Any]:
-    """Show what runs inside in the profile as this collective; local moves are not shown.
-
-    A bucket of several ``members`` has the name of its first and how many follow."""
+    """Show what runs inside, but local moves, in the profile as this collective. A bucket of
+    several ``members`` has the name of its first and how many follow."""
     if not profiler._is_profiler_enabled or move.verb in LOCAL:
         return _NO_RECORD
     name = collective_name(move.kind, comm.named(move.kind, move.axes), move.module, phase)

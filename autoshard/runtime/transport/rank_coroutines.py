@@ -1,8 +1,6 @@
-"""Per-rank coroutines for computation that overlaps with messages: a *journey* yields its hops.
-
-A journey yields a message or a collective, gets a function that waits for the arrival, and returns
-its results. In one process the journeys of all ranks go hop by hop; under torch.distributed a
-process has one. All ranks make as many hops, in the same order."""
+"""Per-rank coroutines for computation that overlaps with messages: a *journey* yields a message or
+a collective, gets a function that waits for its arrival, and returns its results. In one process
+all ranks' journeys go hop by hop. All ranks make as many hops, in the same order."""
 
 from __future__ import annotations
 

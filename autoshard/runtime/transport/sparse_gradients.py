@@ -1,8 +1,6 @@
-"""Sparse gradients of embedding tables (COO, rows as values), moved by all-gathers of their rows.
-
-They take the place of dense gradients, so every move has a form for them: summands, chunks and full
-gradients are lists of rows, moved by an all-gather of rows and numbers; nothing has the table's
-size."""
+"""Sparse gradients of embedding tables (COO, rows as values). Every move has a form for them:
+summands, chunks and full gradients are lists of rows, moved by an all-gather of rows and
+numbers; nothing has the table's size."""
 
 from __future__ import annotations
 

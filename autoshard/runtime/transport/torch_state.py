@@ -1,5 +1,4 @@
 """State of torch that calls save and restore: autocast, and random generators.
-
 Programs are captured under :class:`torch.autocast`, contain its casts, and run without it."""
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ def without_autocast() -> Iterator[None]:
 
 
 def generator_states(cuda: bool | None = None) -> list[Tensor]:
-    """States (CPU tensors) of the CPU generator and, if ``cuda``, the current GPU's.
-
-    ``cuda=None``: if CUDA is initialised. No device sync."""
+    """States (CPU tensors) of the CPU generator and, if ``cuda`` (None: if initialised), the
+    current GPU's. No sync."""
     cuda = torch.cuda.is_initialized() if cuda is None else cuda
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
 

@@ -27,8 +27,7 @@ def _split_interval(start: int, length: int, ranks: int) -> list[Interval]:
 
 
 class Window(NamedTuple):
-    """Result o reads operand positions o·stride - padding + k·dilation for 0 ≤ k < kernel.
-
+    """Result o reads operand positions o·stride - padding + k·dilation for 0 ≤ k < kernel;
     ``transposed``: operand i adds to the results i·stride - padding + k·dilation."""
 
     kernel: int = 1
@@ -61,7 +60,6 @@ class Window(NamedTuple):
 
 
 def clipped_interval(interval: Interval, size: int) -> Interval:
-    """The part of an interval in [0, size)."""
     low, high = (min(max(end, 0), size) for end in (interval[0], sum(interval)))
     return low, high - low
 
@@ -73,7 +71,6 @@ class Exchange(NamedTuple):
     wanted: Chunks
 
     def backward(self) -> Exchange:
-        """The exchange of gradients."""
         return Exchange(self.wanted, self.held)
 
     def piece(self, sender: int, receiver: int) -> Interval:

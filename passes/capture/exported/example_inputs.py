@@ -62,10 +62,8 @@ def export_order(program: torch.export.ExportedProgram, example: Example) -> lis
 
 
 def with_explicit_keywords(signature: inspect.Signature, keywords: Iterable[str]) -> inspect.Signature:
-    """``signature`` with explicit parameters for ``keywords`` that its ``**kwargs`` take.
-
-    With dynamic lengths torch.export counts entries of ``**kwargs`` twice and rejects their shapes.
-    """
+    """``signature`` with parameters for ``keywords``, which torch.export counts twice in
+    ``**kwargs``."""
     parameters = signature.parameters.values()
     rest = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
     extra = [n for n in keywords if n not in signature.parameters]
@@ -81,11 +79,9 @@ def tensors_by_argument(model: nn.Module, example: Example) -> dict[str, Tensor]
 
 
 def example_without_data(model: nn.Module, example: Example) -> Example:
-    """The example as distinct tensors: export would merge a tensor that is passed twice.
-
-    If any tensor is on the meta device, fake tensors on a real device replace the model's, too
-    (the caller restores them), so the trace is the real model's. Constants keep their data.
-    """
+    """The example as distinct tensors, since export would merge a tensor that is passed twice. If
+    any is on the meta device, fake tensors replace the model's, too, except constants; the
+    caller restores them."""
     tensors = [*model.parameters(), *model.buffers(), *filter(torch.is_tensor, pytree.tree_leaves(example))]
     if not any(t.is_meta for t in tensors):
         return pytree.tree_map_only(Tensor, _empty_copy, example)

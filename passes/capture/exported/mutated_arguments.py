@@ -1,10 +1,7 @@
-"""Mutated arguments: containers that a forward changes, such as a KV cache that it fills.
-
-Programs take and return tensors, so traces and results have objects of their own. If eager returns
-an argument object, the program's caller gets that object back, updated. Entries written to a dict
-that is not returned become extra outputs, stored after the call. Other
-mutations are refused if they add tensors, else warned about.
-"""
+"""Mutated arguments: containers that a forward changes, such as a KV cache that it fills. If eager
+returns an argument object, so does the program, updated. Entries written to a dict that is not
+returned become extra outputs, stored after the call. Other mutations are refused if they add
+tensors, else warned about."""
 
 from __future__ import annotations
 
@@ -52,11 +49,9 @@ class MutatedArguments:
         """path of a mutated dict that is not returned → (removed keys, added entries)"""
 
     def returned(self, output: Any) -> ReturnedObjects:
-        """The outermost argument objects that ``output`` contains. Records :attr:`changed` dicts.
-
-        Raises :class:`CaptureError` if another object got new tensors; warns if it changed without
-        new tensors, as by ``pop()``.
-        """
+        """The outermost argument objects that ``output`` contains; records :attr:`changed` dicts.
+        Other objects: :class:`CaptureError` if one got new tensors, a warning if it changed
+        otherwise."""
         places: dict[int, ContainerPath] = {}
         for path, (value, _) in self.before.items():
             places.setdefault(id(value), path)
@@ -90,10 +85,7 @@ def split_output_spec(spec: Any, where: Sequence[tuple[ContainerPath, tuple[Any,
 def update_caller_objects(
     returned: ReturnedObjects, changed: ChangedDicts, arguments: Any, output: Any, gained: Iterable[Any]
 ) -> Any:
-    """``output`` with the caller's own objects in place of the program's, updated with its values.
-
-    ``gained``: leaves of the entries to add to the caller's dicts.
-    """
+    """``output`` with the caller's own objects, updated; ``gained``: leaves to add to its dicts."""
     if not (returned or changed):
         return output
     rest = iter(gained)
@@ -166,7 +158,6 @@ def _containers_with_paths(
 
 
 def _tensors_inside(value: Any) -> Iterator[Tensor]:
-    """The tensors in ``value``."""
     if isinstance(value, Tensor):
         yield value
     for _, item in _keyed_items(value):

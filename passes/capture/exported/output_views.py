@@ -1,8 +1,6 @@
-"""Outputs of the traced forward that lie in the memory of another output, of an input, or in an order of their own.
-
-A program makes every output anew. A write to one of them would miss the others, as eager's does not:
-:class:`~autoshard.passes.ir.graph.OutputView` says where each lies.
-"""
+"""Outputs of the traced forward that lie in the memory of another output or input, or in an order
+of their own. :class:`~autoshard.passes.ir.graph.OutputView` says where, since a program makes
+every output anew."""
 
 from __future__ import annotations
 

@@ -11,10 +11,9 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import nn
 
-from autoshard.passes.capture.exported.pytrees import constant_key
+from autoshard.passes.capture.exported.pytrees import CONSTANT_TYPES, constant_key
 from autoshard.passes.capture.exported.snapshots import (
     MODULE_REGISTRIES,
     NO_ATTRIBUTE,
@@ -26,7 +25,6 @@ from autoshard.passes.capture.exported.snapshots import (
 )
 from autoshard.passes.capture.observer import patched, replacement_patch
 
-_CONSTANT_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _ALL_FIELDS = frozenset(("__dict__", "__getstate__", "__deepcopy__", "__reduce_ex__", "__copy__"))
 """names by which code reads every field of an object"""
@@ -51,7 +49,7 @@ def plain_containers(module: nn.Module) -> dict[str, Any]:
 def _is_constant(x: Any, depth: int = 0) -> bool:
     """Whether ``x`` is a number, string or the like, or a container of these alone."""
     if not isinstance(x, _CONTAINERS) or depth == SNAPSHOT_DEPTH:
-        return isinstance(x, _CONSTANT_TYPES)
+        return isinstance(x, CONSTANT_TYPES)
     held: Any = items_or_attributes(x)
     return all(_is_constant(y, depth + 1) for y in (held.values() if isinstance(held, dict) else held))
 
@@ -156,7 +154,7 @@ class FieldGuards:
         return [(x, changed) for x, _, _, changed in self._objects if changed]
 
     def _key(self, x: Any, depth: int = 0) -> Any:
-        if isinstance(x, _CONSTANT_TYPES):
+        if isinstance(x, CONSTANT_TYPES):
             return constant_key(x)
         if isinstance(x, _CONTAINERS) and depth < SNAPSHOT_DEPTH:
             held: Any = items_or_attributes(x)

@@ -39,10 +39,7 @@ def marking_nodes(key: str, when: Callable[[], bool]) -> Callable[[Any], Any]:
 
 
 class ForwardFrames:
-    """Replaces fx's ``CapturedTraceback``: frames of ``forward`` functions only.
-
-    torch's own summarizes the full stack and reads a source line per frame, for every node.
-    """
+    """Replaces fx's ``CapturedTraceback``, which reads the full stack's source for every node."""
 
     def __init__(self, found: list[traceback.FrameSummary]) -> None:
         self.found = found

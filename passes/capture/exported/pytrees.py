@@ -42,7 +42,7 @@ def flatten_registered(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """:func:`flatten_registered` of ``(args, kwargs)``; without containers, the structure is cached."""
+    """:func:`flatten_registered` of ``(args, kwargs)``, cached without containers."""
     leaves = [*args, *kwargs.values()]
     if LEAF_ARGUMENT_TYPES.issuperset(map(type, leaves)) and not torch.compiler.is_compiling():  # it skips caches
         return leaves, _flat_call_spec(len(args), tuple(kwargs))
@@ -50,10 +50,8 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
 
 
 def in_signature_order(forward: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments in the order of ``forward``'s signature: equal calls then flatten equally.
-
-    Entries of ``**kwargs`` come last in the given order, which the forward may read.
-    """
+    """Keyword arguments in the order of ``forward``'s signature, so that equal calls flatten
+    equally; entries of ``**kwargs`` come last, in the given order, which a forward may read."""
     if len(kwargs) < 2:
         return kwargs
     names = _parameter_names(getattr(forward, "__func__", forward))
@@ -69,6 +67,8 @@ def _parameter_names(function: Any) -> tuple[str, ...]:
 
 
 _VARIADIC = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+CONSTANT_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+"""of values that :func:`constant_key` compares"""
 LEAF_ARGUMENT_TYPES = frozenset((Tensor, bool, int, float, str, type(None)))
 
 
@@ -103,11 +103,9 @@ def _is_unregistered(leaf: Any) -> bool:
 
 
 def register_types(tree: Any) -> None:
-    """Register the class of every object in ``tree`` that holds tensors and is unknown to pytree.
-
-    Attributes with tensors become children, other attributes are constants of the structure.
-    An empty KV cache of transformers is registered, too: the forward fills and returns it.
-    """
+    """Register with pytree the class of every object in ``tree`` that holds tensors, and empty KV
+    caches of transformers. Attributes with tensors become children, others constants of the
+    structure."""
     for leaf in pytree.tree_leaves(tree):
         if _is_unregistered(leaf):
             if type(leaf) not in pytree.SUPPORTED_NODES:
@@ -116,10 +114,8 @@ def register_types(tree: Any) -> None:
 
 
 def check_output_objects(output: Any, given: Collection[int]) -> None:
-    """Refuse modules, and functions and methods that hold tensors or modules, in an output: they are the trace's.
-
-    ``given``: ids of objects among the arguments, which may be returned.
-    """
+    """Refuse modules, and functions that hold tensors or modules, in an output: they are the
+    trace's. ``given``: ids of objects among the arguments, which may be returned."""
     inside = [x for x in reachable_objects([output], given) if id(x) not in given]
     for x in inside:
         held = reachable_objects([x], given) if isinstance(x, (*_OPAQUE_TYPES, functools.partial)) else ()

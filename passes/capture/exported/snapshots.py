@@ -1,9 +1,6 @@
-"""Snapshots of a model's attributes: contents of containers, tensors in plain attributes.
-
-Tensors in plain attributes are constants of the graph unless the forward writes or replaces them
-(caches, states). A trace loses such writes, so the model is traced again with these tensors
-registered as buffers.
-"""
+"""Snapshots of a model's attributes: contents of containers, tensors in plain attributes. The
+latter are constants of the graph unless the forward writes or replaces them (caches, states);
+then the model is traced again with them as buffers."""
 
 from __future__ import annotations
 
@@ -40,10 +37,7 @@ ITERATOR_MODULES = ("builtins", "itertools", "_collections")
 
 
 def items_or_attributes(x: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
-    """A copy of a container's items or an object's attributes; None for anything else.
-
-    Methods of user classes are bypassed: ``__iter__`` or ``__len__`` may raise, or return tensors.
-    """
+    """A copy of a container's items or an object's attributes, by no user method; else None."""
     if type(x) is dict:  # most common
         return x.copy()
     if type(x) in _VALUE_TYPES or isinstance(x, Tensor | nn.Module | type | ModuleType):
@@ -146,7 +140,7 @@ def _contents_of(x: Any) -> Iterable[Any]:
 
 
 def take_snapshot(roots: Iterable[Any], opaque: tuple[type, ...] = ()) -> ContentsSnapshot:
-    """Snapshot of ``roots`` and everything reachable within :data:`SNAPSHOT_DEPTH` levels, not through ``opaque``."""
+    """Snapshot of all within :data:`SNAPSHOT_DEPTH` levels of ``roots``, not through ``opaque``."""
     found: dict[int, tuple[Any, Any]] = {}
     level = list(roots)
     for _ in range(SNAPSHOT_DEPTH):
@@ -190,9 +184,7 @@ def restore_snapshot(contents: ContentsSnapshot) -> None:
 
 def replace_in_attributes(model: nn.Module, by: Mapping[int, Any], opaque: tuple[type, ...] = ()) -> None:
     """Replace tensors and modules in attributes of the model's modules, also ids used as keys.
-
-    ``by``: id → replacement. So a forward finds entries that it looks up by identity. ``opaque``: objects to leave.
-    """
+    ``by``: id → replacement; ``opaque``: objects to leave."""
 
     def now(x: Any) -> Any:
         if type(x) in (tuple, frozenset):
@@ -260,11 +252,10 @@ def plain_tensors(model: nn.Module) -> PlainTensors:
 
 
 def check_attribute_writes(model: nn.Module, before: PlainTensors, parameters: Collection[StorageWeakRef] = ()) -> None:
-    """Raise :class:`AttributeWriteError` if a tensor of ``before`` was written or replaced since.
-
-    A replacement of another dtype is no state, nor is one of a tensor in memory of ``parameters``
-    (torch's first ``spectral_norm``). The second-call check shows whether the next call reads it.
-    """
+    """Raise :class:`AttributeWriteError` if a tensor of ``before`` was written or replaced since. A
+    replacement of another dtype, or in memory of ``parameters`` (torch's first
+    ``spectral_norm``), is no state; the second-call check shows whether the next call reads
+    it."""
     written = []
     for name, (tensor, version) in before.items():
         now = attribute_or_none(model, name)
@@ -284,7 +275,6 @@ def check_attribute_writes(model: nn.Module, before: PlainTensors, parameters: C
 
 
 def attribute_or_none(model: nn.Module, name: str) -> Any:
-    """The attribute with this dotted name, or None."""
     path, _, leaf = name.rpartition(".")
     try:
         return getattr(model.get_submodule(path), leaf, None)
@@ -330,7 +320,6 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
 
 
 def buffer_shapes(module: nn.Module) -> dict[str, torch.Size]:
-    """Name → shape of the module's own buffers."""
     return {name: x.shape for name, x in module._buffers.items() if x is not None}
 
 

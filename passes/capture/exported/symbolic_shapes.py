@@ -1,14 +1,9 @@
-"""Symbolic shapes: dynamic lengths of inputs, data-dependent sizes and numbers.
-
-Dynamic lengths (export's backed symbols) get names of our own, by argument and dim. An example of
-length 1 fixes that length, since it broadcasts; the graph of a longer example serves it if both
-graphs agree at 1.
-
-No dim of data-dependent length (an unbacked symbol) is ever sharded. A number read from a tensor is
-a plain Python number between nodes. Generated code reads both at run time; cost models use an
-estimate. All ranks agree on them: such a number comes from a replicated value, which one collective
-or equal ops on equal operands give on every rank.
-"""
+"""Symbolic shapes: dynamic lengths of inputs, data-dependent sizes and numbers. Dynamic lengths
+(export's backed symbols) get names of our own, by argument and dim. Length 1 broadcasts, so the
+graph of a longer example serves it only if both graphs agree at 1.
+Dims of data-dependent length (unbacked symbols) are never sharded. Numbers read from tensors are
+plain Python numbers between nodes: generated code reads them at run time, cost models use an
+estimate. All ranks agree on them, since they come from replicated values."""
 
 from __future__ import annotations
 
@@ -201,11 +196,9 @@ def shapes_for_export(inputs: Iterable[DynamicInput]) -> ShapesCollection:
 
 
 class ExportedLengths:
-    """Export's symbols as expressions of our own symbols.
-
-    Equal lengths at the same dim of two inputs share one symbol unless the user names them: ids and
-    labels have one batch. A call with different lengths there is compiled separately.
-    """
+    """Export's symbols as expressions of our own symbols. Equal lengths at the same dim of two
+    inputs share one unless the user names them; a call where they differ is compiled
+    separately."""
 
     def __init__(self, inputs: Mapping[str, tuple[DynamicInput, Tensor]]) -> None:
         """``inputs``: name in the graph → (the example's tensor, export's fake tensor)."""
@@ -365,7 +358,7 @@ def lengthened_example(graph: Graph, example: Example) -> Example | None:
 
 
 def covering_length_one(one: Graph, longer_graph: Graph) -> Graph | None:
-    """``longer_graph``, of a :func:`lengthened_example` example, if at length 1 it equals ``one``; else None."""
+    """``longer_graph`` (:func:`lengthened_example`) if it equals ``one`` at length 1, else None."""
     ones = {x.name for x in longer_graph.symbols.read} - {x.name for x in one.symbols.read}
     least = {f"{name} >= 2" for name in ones}
     conditions = tuple(c for c in longer_graph.symbols.conditions if c not in least)
@@ -376,7 +369,7 @@ def covering_length_one(one: Graph, longer_graph: Graph) -> Graph | None:
 
 
 def _is_same_graph(one: Graph, longer_graph: Graph, values: Mapping[sympy.Symbol, sympy.Integer]) -> bool:
-    """Whether ``longer_graph`` with symbols set to ``values`` equals ``one``, up to names of results."""
+    """Whether ``longer_graph`` with symbols as ``values`` equals ``one``, but for names."""
     theirs, ours = ([out for node in g.nodes for out in node.outputs] for g in (longer_graph, one))
     names = {i.name: i.name for i in longer_graph.inputs} | dict(zip(theirs, ours, strict=False))
 

@@ -1,8 +1,5 @@
-"""User attributes on parameters and buffers, and user subclasses of them.
-
-Optimizers group by them (``p._no_weight_decay``, ``isinstance(p, ManifoldParameter)``), forwards
-read them (``self.weight.infshape``).
-"""
+"""User attributes on parameters and buffers, and user subclasses of them. Optimizers group by them
+(``p._no_weight_decay``, ``isinstance(p, ManifoldParameter)``), forwards read them."""
 
 from __future__ import annotations
 
@@ -12,11 +9,10 @@ from dataclasses import dataclass
 from types import new_class
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from autoshard.errors import CaptureError
-from autoshard.passes.capture.exported.pytrees import constant_key
+from autoshard.passes.capture.exported.pytrees import CONSTANT_TYPES, constant_key
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 
@@ -37,14 +33,12 @@ _HARMLESS_OVERRIDES = frozenset(
 )
 """names that a parameter class may override without effect on a program's results"""
 _NO_TENSOR_ATTRIBUTE = object()
-_COMPARABLE_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 AttributeRead = tuple[tuple[str, str], Any]
 """((parameter or buffer, attribute), value read; :data:`_NO_TENSOR_ATTRIBUTE` if there was none)"""
 
 
 def user_attributes(tensor: Tensor) -> dict[str, Any]:
-    """Attributes that users set on a tensor, by name."""
     return {name: x for name, x in vars(tensor).items() if name not in INTERNAL_ATTRIBUTES}
 
 
@@ -135,6 +129,6 @@ def are_attributes_changed(read: Iterable[AttributeRead], tensor: Callable[[str]
     """Whether any of these attributes was replaced or removed since."""
     now = ((value, vars(tensor(name)).get(attribute, _NO_TENSOR_ATTRIBUTE)) for (name, attribute), value in read)
     return any(
-        new is not old and not (isinstance(new, _COMPARABLE_TYPES) and constant_key(new) == constant_key(old))
+        new is not old and not (isinstance(new, CONSTANT_TYPES) and constant_key(new) == constant_key(old))
         for old, new in now
     )

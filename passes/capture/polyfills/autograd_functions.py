@@ -1,10 +1,7 @@
-"""Custom ``autograd.Function`` in a trace, which would keep the forward and drop the backward.
-
-A function becomes an op that runs its forward and backward on unsharded tensors. In libraries the
-backward is often the plain derivative of the forward (hand-written activations). Library functions
-are tested on random numbers, and traced through if both agree. For a user's own function, such a
-test is no proof.
-"""
+"""Custom ``autograd.Function`` in a trace, which would keep the forward and drop the backward. It
+becomes an op that runs both on unsharded tensors. Library functions are mostly plain
+derivatives: they are traced through where a test on random numbers agrees. For a user's own
+function that is no proof."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ class CustomAutogradFunctions(Observer):
         return instead(*args) if cls is function else self._of_new_class(cls, *args)
 
     def _of_new_class(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """``apply`` of a class that was made after the trace began: it may hold values of the trace."""
+        """``apply`` of a class made in the trace: it may hold values of the trace."""
         if not _is_replaceable(cls):
             return _APPLY.__get__(None, cls)(*args, **kwargs)
         raise self.refuse(
@@ -197,7 +194,6 @@ def apply_as_op(function: Any, forward: Callable[..., Any], args: Sequence[Any])
 
 
 def _meta_tensor_like(t: Tensor) -> Tensor:
-    """A meta tensor like ``t``."""
     return torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
 
 
@@ -239,10 +235,7 @@ def _torch_apply(function: Any, args: Sequence[Any]) -> Any:
 
 
 def _random_arguments(args: Sequence[Any]) -> list[Any]:
-    """``args`` with random tensors in place of traced ones; keeps the global generator.
-
-    If one is too large, all are shrunk, equal lengths alike.
-    """
+    """``args`` with random tensors for traced ones, shrunk if too large; keeps the generator."""
     generator, lengths = torch.Generator().manual_seed(0), dict[int, int]()
 
     def shape_of(a: Tensor) -> tuple[int, ...]:

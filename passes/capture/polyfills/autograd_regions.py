@@ -1,7 +1,6 @@
 """Marks on traced nodes: gradients off, and activation checkpoints to recompute.
-
-``inference_mode`` is traced as ``no_grad``, which export keeps and which computes the same values.
-"""
+``inference_mode`` is traced as ``no_grad``, which export keeps and which computes the same
+values."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Mixed precision: ``torch.autocast``, and parameters stored in another dtype than read.
-
-Autocast does not cast some ops, but ops inside them. They are decomposed while it is on; export
-would keep them as one op.
-"""
+"""Mixed precision: ``torch.autocast``, and parameters stored in another dtype than read. Ops that
+autocast casts only inside are decomposed while it is on; export would keep them as one op."""
 
 from __future__ import annotations
 
@@ -101,10 +98,8 @@ class AutocastDecompositions(Observer):
 
 @contextlib.contextmanager
 def with_parameter_dtype(model: nn.Module, precision: Precision | None) -> Iterator[Mapping[str, torch.dtype]]:
-    """Inside, ``model`` computes in ``precision``. Yields name → stored dtype of a parameter.
-
-    Parameters are copied meanwhile. The caller removes the casting forward.
-    """
+    """Inside, ``model`` computes in ``precision`` with copied parameters. Yields name → stored
+    dtype. The caller removes the casting forward."""
     if precision is None:
         yield {}
         return
@@ -146,7 +141,6 @@ def _cast_inputs_and_outputs(model: nn.Module, precision: Precision) -> None:
 
 
 def _cast_floating(tree: Any, dtype: torch.dtype | None) -> Any:
-    """``tree`` with floating tensors cast to ``dtype``."""
     if dtype is None:
         return tree
     return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)

@@ -79,9 +79,7 @@ def _gated_form(module: Any) -> ExpertForm | None:
 
 def _probed_gated_form(module: Any) -> ExpertForm | None:
     """The form that equals a custom gate on test inputs, with numbers from the module's attributes.
-
-    None if the gate may read a tensor other than the weights: it may be trained or change.
-    """
+    None if the gate may read other tensors than the weights, which may change."""
     if any(
         name not in _EXPERT_WEIGHT_NAMES
         for name, _ in itertools.chain(module.named_parameters(), module.named_buffers())

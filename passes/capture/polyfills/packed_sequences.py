@@ -1,8 +1,6 @@
-"""Packed sequences in a trace: padded batches, and recurrent layers that stop at each length.
-
-``pack_padded_sequence`` returns one row per element of all sequences, a length unknown to a trace.
-A stand-in keeps the padded batch, and recurrent layers read each sequence to its end.
-"""
+"""Packed sequences in a trace. ``pack_padded_sequence`` returns one row per element, a length
+unknown to a trace. A stand-in keeps the padded batch, and recurrent layers stop at each
+sequence's end."""
 
 from __future__ import annotations
 
@@ -135,10 +133,8 @@ def _last_cell_states(
     batch: _Batch, x: Tensor, out: Tensor, state: tuple[Tensor, ...], weights: list[Tensor],
     biases: bool,
 ) -> Tensor:  # fmt: skip
-    """LSTM cell states [1, b, hidden] after the end of each sequence, recomputed from ``out``.
-
-    The layer's own final cells are those after the last step, changed by padding.
-    """
+    """LSTM cell states [1, b, hidden] at each sequence's end, not after the padding, from
+    ``out``."""
     h, c = state
     b_ih, b_hh = weights[2:4] if biases else (None, None)
     gates = F.linear(x, weights[0], b_ih) + F.linear(torch.cat([h, out[:-1]]), weights[1], b_hh)

@@ -1,9 +1,6 @@
-"""Parameters changed by the forward: clamps through ``.data``, and ``module.to(...)``.
-
-Gemma 3n clamps ``parameter.data``. The trace reads such parameters as they are; whoever runs the
-program clamps them first, each rank its shard. Eager converts a parameter for good in the first
-call. Export cannot replace it, so every call converts.
-"""
+"""Parameters changed by the forward: clamps through ``.data`` (Gemma 3n), and ``module.to(...)``.
+The trace reads clamped parameters as they are; whoever runs the program clamps them first, each
+rank its shard. Conversions run in every call, since export cannot replace a parameter."""
 
 from __future__ import annotations
 

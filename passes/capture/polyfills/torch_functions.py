@@ -1,11 +1,7 @@
-"""Polyfills of torch functions that export mistraces, by one table.
-
-``UNCHECKED_POLYFILLS``: functions that read tensor values to refuse or warn; without the check one
-graph serves all values, and what torch refuses becomes NaN. ``MISTRACED_POLYFILLS``: functions of
-which a trace loses something, such as dropout between recurrent layers, running statistics, the
-dtype of ``out`` or the memory order of draws. ``flex_attention`` becomes plain ops: its
-higher-order op hides functions from sharding rules and has no backward on CPUs.
-"""
+"""Polyfills of torch functions that export mistraces. ``UNCHECKED_POLYFILLS`` leave out checks of
+values: what torch refuses becomes NaN. ``MISTRACED_POLYFILLS`` keep what a trace loses, such as
+dropout between recurrent layers, running statistics, the dtype of ``out`` or the memory order of
+draws. ``flex_attention`` becomes plain ops, which have sharding rules and a backward on CPUs."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""Wrapped functions: TorchScript (run unoptimised), ``lru_cache`` (emptied after a trace).
-
-After a few calls TorchScript runs a function with a backward of its own on detached operands, which
-a trace would record. Entries that a trace leaves in an ``lru_cache`` have no data, and eager would
-read them.
-"""
+"""Wrapped functions. TorchScript runs unoptimised, as its optimiser uses a backward of its own.
+Every ``lru_cache`` is emptied after a trace, whose entries have no data."""
 
 from __future__ import annotations
 
@@ -62,10 +58,8 @@ class LruCaches(Observer):
 
 
 class _LruCacheRegistry:
-    """All existing caches. A search goes through all objects: 0.1 s in a large program.
-
-    Every cache references its type: an unchanged reference count of the type means no new caches.
-    """
+    """All existing caches. A search goes through all objects (0.1 s in a large program), so it is
+    repeated only when the reference count of the caches' type has changed."""
 
     def __init__(self) -> None:
         self.known: WeakSet[Any] = WeakSet()

@@ -23,7 +23,7 @@ from autoshard.torch_private.capture import Namespace
 
 
 def inline_regions(program: torch.export.ExportedProgram) -> None:
-    """Inline regions in place, and renumber. Raises :class:`RegionMismatchError` if other values leave."""
+    """Inline regions in place and renumber; :class:`RegionMismatchError` if others leave."""
     graph = program.graph
     nodes = list(graph.nodes)
     called = {node.args[2]: node for node in nodes if node.target is TRACED_REGION}
@@ -90,7 +90,7 @@ def _replace_marker(graph: fx.Graph, node: fx.Node, results: list[fx.Node]) -> N
 
 
 class _CopiedNodeMeta:
-    """Meta of copied nodes: module stack, checkpoint number and stack trace of marker ``repeated_node``."""
+    """Meta of copied nodes: module stack, checkpoint and stack trace of ``repeated_node``."""
 
     def __init__(self, called: fx.Node, repeated_node: fx.Node) -> None:
         self.repeated_node = repeated_node

@@ -1,13 +1,9 @@
-"""Shared regions of a trace: one of several equal modules is traced, others become one op.
-
-Two modules are equal for a call if they make the same calls (:mod:`recording`). If one differs, the
-trace is repeated with that module traced too. If several of one kind differ, none of that kind is
-shared.
-
+"""Shared regions of a trace: one of several equal modules is traced, others become one op. Modules
+are equal for a call if they make the same calls (:mod:`recording`). If one differs, the trace is
+repeated with it traced too; if several of a kind do, none of the kind is shared.
 Tensors of a region are identified by their position in its arguments. In a list with one entry per
 layer, such as KV caches, a layer's own entry has the same role in every layer; other entries count
-as tensors from outside.
-"""
+as tensors from outside."""
 
 from __future__ import annotations
 
@@ -191,7 +187,7 @@ class SharedRegions(Observer):
     def _repeat(
         self, member: _RegionMember, found: RegionRecording, tensors: RegionTensors, run: Callable[[], Any]
     ) -> Any:
-        """Output of a call that repeats ``found``. Else learns and raises :class:`RegionMismatchError`."""
+        """Output of a call that repeats ``found``, else learns: :class:`RegionMismatchError`."""
         outer = {name: x for name, x in found.tensors.by_name.items() if name[0] == "outer"}
         operands = [outer[name] if name in outer else tensors.by_name[name] for name in found.operands]
         results = dict(

@@ -1,9 +1,6 @@
-"""Recordings of a region's calls to torch, and the marker ops that stand for the region in a trace.
-
-An equal module runs its own Python on tensors without data. Each of its calls must match the
-recording, and gets the recorded result. So nothing is assumed about attributes, globals, closures
-or hooks: a difference in them shows in the calls.
-"""
+"""Recordings of a region's calls to torch, and marker ops that stand for the region in a trace. An
+equal module runs its Python on tensors without data; each call must match the recording. So a
+difference in attributes, globals, closures or hooks shows in the calls."""
 
 from __future__ import annotations
 
@@ -205,7 +202,7 @@ class RegionRecording:
         return _RoleOfResult(self.tensors.names[id(leaf)])
 
     def finish(self, output: Any) -> list[Tensor]:
-        """Tensors that leave the region. Raises :class:`RegionMismatchError` if it cannot be shared."""
+        """Tensors that leave the region; :class:`RegionMismatchError` if not to be shared."""
         if self.failed:
             raise RegionMismatchError("it asks about values")
         tensors = self.tensors
@@ -290,7 +287,7 @@ class RegionReplay:
         self.inside = {i: weakref.ref(x) for i, x in enumerate(made) if i not in results}
 
     def answer(self, call: ObservedCall) -> Any:
-        """The recorded result of ``call``. Raises :class:`RegionMismatchError` if it is another call."""
+        """The recorded result of ``call``; :class:`RegionMismatchError` if it is another."""
         step = next(self.steps, None)
         if step is None or call.func != step.func:
             raise RegionMismatchError(

@@ -1,10 +1,6 @@
-"""Queries about classes, modes and compilation, answered in a trace as in eager.
-
-Traced tensors and numbers have the tracer's classes. ``type(x)``, ``x.__class__``, ``isinstance``,
-``match`` and ``functools.singledispatch`` in user code see eager's classes instead.
-``torch.compiler.is_compiling()`` is False: libraries have other programs for tracers, which round
-differently.
-"""
+"""Queries about classes, modes and compilation, answered in a trace as in eager. User code sees
+eager's classes in ``type(x)``, ``isinstance``, ``match`` and ``singledispatch``.
+``torch.compiler.is_compiling()`` is False: libraries' programs for tracers round differently."""
 
 from __future__ import annotations
 
@@ -81,10 +77,8 @@ def _eager_class(x: Any) -> type:
 
 @contextlib.contextmanager
 def _eager_classes_for(*kinds: type) -> Iterator[None]:
-    """While inside, ``x.__class__`` of instances of ``kinds`` is :func:`_eager_class` for user code.
-
-    Writes to the dict of the class: ``kind.__class__ = …`` would set the metaclass.
-    """
+    """While inside, ``x.__class__`` of instances of ``kinds`` is :func:`_eager_class` for user
+    code. Writes to the dict of the class: ``kind.__class__ = …`` would set the metaclass."""
     namespaces = [gc.get_referents(vars(kind))[0] for kind in kinds]
     try:
         for kind, names in zip(kinds, namespaces, strict=True):
@@ -169,10 +163,8 @@ _caller_autograd_modes: ContextVar[tuple[bool, bool] | None] = ContextVar("autog
 
 @contextlib.contextmanager
 def with_caller_modes(grad: bool, in_inference: bool) -> Iterator[None]:
-    """Inside, inference mode is off, and traced forwards see the caller's modes as given.
-
-    Saved-tensor hooks are off, too: ``torch.utils.checkpoint`` counts tensors saved in the call.
-    """
+    """Inside, inference mode is off, traced forwards see the caller's modes, and saved-tensor hooks
+    are off (``torch.utils.checkpoint`` counts tensors saved in the call)."""
     tokens = (
         grad_off_at_start.set(not grad),
         eager_inference_mode.set(in_inference),

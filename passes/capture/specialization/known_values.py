@@ -1,15 +1,10 @@
-"""Tensor values known in a trace: constant folding and integer specialization.
-
-Constant folding: a tensor made by a factory (``torch.ones``) or from a small buffer is computed
-when the forward asks for it (``if mask.any()``, ``F.pad(x, (padding, 0))``). Integer
-specialization: if a size or branch depends on integer inputs (edges of a graph, sequence lengths),
-the trace carries the example's integers and takes answers and sizes from them. Floating-point
-inputs and random values never specialize a program.
-
-A guard checks each answer that rests on a buffer or an input. A call that fails one gets its own
-program. The two stores stay separate: values of fake tensors do not record their origin, which
-decides about guards, and they are computed even if unused.
-"""
+"""Tensor values known in a trace. *Constant folding*: a tensor made by a factory or from a small
+buffer is computed when the forward asks for it (``if mask.any()``). *Integer specialization*: if
+a size or branch depends on integer inputs (edges of a graph, sequence lengths), the trace takes
+answers and sizes from the example's. Floating-point inputs and random values never specialize.
+A guard checks each answer that rests on a buffer or an input; a call that fails one gets its own
+program. The stores are separate: values of fake tensors do not record their origin, and are
+computed even if unused."""
 
 from __future__ import annotations
 
@@ -27,9 +22,18 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autoshard.frames import frame_location_text, users_frame
 from autoshard.passes.capture.exported.snapshots import BUFFER_VALUES, MAX_GUARDED_ELEMENTS
-from autoshard.passes.capture.observer import ObservedCall, Observer, ObserverAnswer, Patch, TracedForward, patched
-from autoshard.passes.capture.specialization import guards
+from autoshard.passes.capture.observer import (
+    ObservedCall,
+    Observer,
+    ObserverAnswer,
+    Patch,
+    TracedForward,
+    guard_true,
+    patched,
+)
+from autoshard.runtime.operations.checks import OTHER_BUFFERS, OTHER_VALUES, exactly
 from autoshard.torch_private.capture import functorch_config
 from autoshard.torch_private.dispatch import storage_id, without_dispatch_modes
 from autoshard.torch_private.fake import STORAGE_CLONES, FakeTensor, FakeTensorMode, fake_utils
@@ -99,10 +103,8 @@ class IntegerSpecialization(Observer):
                 x.real_tensor = value
 
     def after(self, call: ObservedCall, result: Any) -> Any:
-        """``result`` with known data-dependent lengths made static.
-
-        Results that share memory with an operand stay: the guard copies, and writes would be lost.
-        """
+        """``result`` with known data-dependent lengths made static, except results in an operand's
+        memory: the guard copies, and writes would be lost."""
         operands = {storage_id(x) for x in call.operands}
         return pytree.tree_map_only(Tensor, lambda x: x if storage_id(x) in operands else _with_fixed_sizes(x), result)
 
@@ -120,10 +122,7 @@ def concrete_value(tensor: Tensor) -> Tensor | None:
 
 
 def _drop_stale_values(func: Any, args: Any, kwargs: Any) -> bool:
-    """Invalidate values of tensors that share memory with one overwritten by unknown values.
-
-    Returns whether the call's results can be computed from known values.
-    """
+    """Forget values in memory that unknown ones overwrote; whether the call's results are known."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
     for x in tensors:
         x.real_tensor = concrete_value(x)
@@ -156,7 +155,7 @@ def _with_fixed_sizes(x: Tensor) -> Tensor:
     lengths = [_concrete_length(n) for n in x.shape]
     if None in lengths or all(isinstance(n, int) for n in x.shape):
         return x
-    return guards.guard_shape(x, lengths)
+    return exactly(x, lengths, frame_location_text(users_frame()))
 
 
 def _concrete_length(n: int | torch.SymInt) -> int | None:
@@ -269,20 +268,18 @@ class ConstantFolding(Observer):
             del self.made[x]
 
     def value(self, tensor: Tensor) -> ObserverAnswer | None:
-        """The value of a one-element tensor; guarded if it comes from a buffer or input.
-
-        From a buffer that the forward writes, only bools: each number would need its own program.
-        """
+        """The value of a one-element tensor; guarded if it comes from a buffer or input. From a
+        buffer that the forward writes, only bools: each number would need its own program."""
         if (made := self.made.get(tensor)) is not None and not (made.is_written_to and tensor.dtype != torch.bool):
             with _untraced_eager():
                 value = made.compute()
-            reason = guards.GUARD_BUFFER if made.from_buffer else "its value does not depend on the input"
+            reason = OTHER_BUFFERS if made.from_buffer else "its value does not depend on the input"
         elif self.specialized and (value := concrete_value(tensor)) is not None:
-            reason = guards.GUARD_INTEGERS
+            reason = OTHER_VALUES
         else:
             return None
-        if reason in (guards.GUARD_BUFFER, guards.GUARD_INTEGERS):
-            guards.guard_equal(tensor, _untraced_item(value), reason)
+        if reason in (OTHER_BUFFERS, OTHER_VALUES):
+            guard_true((tensor == _untraced_item(value)).all(), reason)
         return ObserverAnswer(value, reason)
 
     def _read(self, call: ObservedCall) -> ObserverAnswer | None:
@@ -292,10 +289,8 @@ class ConstantFolding(Observer):
             return replace(known, value=call.func(known.value))
 
     def _plain(self, tree: Any, in_size: bool) -> Any:
-        """``tree`` with known scalar integer tensors replaced by numbers.
-
-        Integer inputs are replaced only if they decide a size: in slices, or all if ``in_size``.
-        """
+        """``tree`` with known scalar integer tensors as numbers; those of inputs only if they
+        decide a size: in slices, or all if ``in_size``."""
 
         def number(x: Any, in_slice: bool = in_size) -> Any:
             if isinstance(x, slice):
@@ -333,12 +328,11 @@ def _untraced_item(scalar: Tensor) -> Any:
 
 
 def _has_symbolic_number(tree: Any) -> bool:
-    """Whether ``tree`` has a symbolic number."""
     return any(isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in pytree.tree_leaves(tree))
 
 
 def _is_foldable(tensor: Tensor) -> bool:
-    """Whether a tensor has a static shape, at most :data:`_MAX_FOLDED_ELEMENTS` elements, and no gradient."""
+    """Whether a tensor is static, without gradient and :data:`_MAX_FOLDED_ELEMENTS` at most."""
     sizes = tensor.shape
     return (
         not tensor.requires_grad and all(isinstance(n, int) for n in sizes) and tensor.numel() <= _MAX_FOLDED_ELEMENTS

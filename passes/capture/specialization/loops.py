@@ -28,9 +28,9 @@ from torch import Tensor
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.provenance import marking_nodes
 from autoshard.passes.capture.observer import ObservedCall, Observer, ObserverAnswer, Patch, replacement_patch
-from autoshard.passes.capture.specialization import guards
 from autoshard.passes.rules.facts import is_random
 from autoshard.torch_private.fake import FakeTensor
+from autoshard.torch_private.ops import check
 
 LOOP_KEY = "autoshard_loop"
 """key in a node's meta: traced in the body of an unrolled loop"""
@@ -65,7 +65,6 @@ class RowNumber(int):
     """A row number, an int in place of eager's 0-dim tensor."""
 
     def item(self) -> int:
-        """The number."""
         return int(self)
 
     tolist = item
@@ -87,7 +86,6 @@ class IndexRow:
         return len(self.place)
 
     def tolist(self) -> list[int]:
-        """The indices."""
         return [int(i) for i in self.place]
 
     def item(self) -> int:
@@ -252,7 +250,7 @@ class _UnrolledLoop:
         """Record tensors made in the body."""
         if self.statement in self.loops.findings.emptiness_checks and call.func in _NONZERO:
             for rows in (x for x in pytree.tree_leaves(result)[:1] if not isinstance(x.shape[0], int)):
-                guards.assume_true(rows.shape[0] > 0)
+                check(rows.shape[0] > 0)
                 self.is_nonempty.append(torch.ones_like(rows).any())
         known = {id(x) for x in call.operands}
         for x in pytree.tree_leaves(result):
@@ -293,9 +291,7 @@ def _for_statement_frame(found: FrameType | None) -> FrameType:
 
 def _check_loop_body(frame: FrameType, from_tolist: bool) -> None:
     """Refuse a loop that is no plain ``for``, may exit early, or assigns values read after it.
-
-    ``frame`` is about to iterate or, if ``from_tolist``, to evaluate the iterable.
-    """
+    ``frame`` is about to iterate or, if ``from_tolist``, to evaluate the iterable."""
     now, code = frame.f_lasti, dis.get_instructions(frame.f_code)
     begin = next(i for i in code if (i.offset > now if from_tolist else i.offset == now))
     try:

@@ -1,15 +1,11 @@
 """State that a forward leaves in attributes of the model: the second-call check, and warm-up calls.
-
-A program is of one call. If a forward leaves state (a counter, a filled cache, a growing list), it
-is traced again from that state. If both graphs are equal, no forward reads the state, except for a
-number that both calls change and an ``if`` reads: a later call may decide otherwise. State that
-grows in both calls is collected for code outside (batches of a metric), which would find nothing:
-it is refused.
-
+After a forward that leaves state (a counter, a cache, a list), the model is traced again. If
+both graphs are equal, no forward reads the state, except for a number that both calls change and
+an ``if`` reads. State that grows in both calls is refused: code outside would find nothing
+collected.
 If the graphs differ because the first call fills a cache (position tables, grids), compiling makes
-that call. Two checks: the cache depends on no input and no trained parameter, and the first call's
-output equals the next one's.
-"""
+that call. Two checks: the cache depends on no input and no trained parameter, and both calls'
+outputs are equal."""
 
 from __future__ import annotations
 
@@ -73,7 +69,7 @@ _STATE_REGISTRIES = {"parameter": "_parameters", "buffer": "_buffers", "module":
 
 @contextlib.contextmanager
 def recording_left_state(model: nn.Module) -> Iterator[None]:
-    """Traces inside record state by :func:`record_left_state`. Clears traced tensors from globals."""
+    """Inside, traces record state (:func:`record_left_state`); clears globals' tensors."""
     token, grows = _left_state.set({}), _growing_state.set([])
     before = [
         (place, dict(vars(place)), [(x, items_or_attributes(x)) for x in _small_global_containers(place)])
@@ -150,7 +146,7 @@ def _small_contents(names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_created_state(before: StateBeforeCall) -> None:
-    """Refuse a forward that creates or replaces parameters, buffers or modules: a program would lose them."""
+    """Refuse a forward that creates or replaces parameters, buffers or modules."""
     for path, module, _, contents in before:
         if not isinstance(module, nn.Module):
             continue
@@ -195,7 +191,7 @@ def record_left_state(before: StateBeforeCall) -> None:
 
 
 def _has_grown(now: Any, before: Any) -> bool:
-    """Whether :func:`_comparable_contents` has grown at any depth, or is a full deque that moved on."""
+    """Whether :func:`_comparable_contents` has grown anywhere, or a full deque moved on."""
     if isinstance(now, frozenset) and isinstance(before, frozenset):
         return now > before
     if not (isinstance(now, tuple) and isinstance(before, tuple)) or len(now) < len(before):
@@ -206,10 +202,8 @@ def _has_grown(now: Any, before: Any) -> bool:
 
 
 def check_second_call(model: nn.Module, graph: Graph, retrace: Callable[[], Graph]) -> None:
-    """Refuse a forward whose second call differs or whose state grows in both calls.
-
-    ``retrace`` traces the model, here as the first call left it. ``graph``: of the first call.
-    """
+    """Refuse a forward whose second call differs or whose state grows in both calls. ``retrace``
+    traces the model as the first call, whose graph is ``graph``, left it."""
     left, grows = dict(_left_state.get()), list(_growing_state.get())
     if not left:
         return
@@ -237,7 +231,7 @@ def check_second_call(model: nn.Module, graph: Graph, retrace: Callable[[], Grap
 
 
 def _counter(value: Any, compared: Callable[[], None]) -> Any:
-    """``value``; of a number a twin that calls ``compared`` when it, or a number computed of it, decides something."""
+    """``value``; of a number a twin that calls ``compared`` when it decides something."""
     if type(value) not in (int, float):
         return value
     kind: Any = type(value)
@@ -334,10 +328,8 @@ class _ByIdentity:
 def _comparable_contents(
     x: Any, depth: int = SNAPSHOT_DEPTH, large: int = sys.maxsize, item_budget: int = sys.maxsize
 ) -> Any:
-    """Comparison key of an attribute: values of numbers and strings, else identity and contents.
-
-    Containers of more than ``large`` items, or more than ``item_budget`` in total, compare by identity.
-    """
+    """Comparison key of an attribute: values of numbers and strings, else identity and contents;
+    identity alone above ``large`` items in a container, or ``item_budget`` in total."""
     if (known := value_key(x)) is not None:
         return known
     held = iterator_state(x) if depth > 1 else None
@@ -365,10 +357,9 @@ log = logging.getLogger("autoshard")
 def graph_after_warm_up(
     model: nn.Module, example: Example, retrace: Callable[[], Graph], error: SecondCallError
 ) -> Graph:
-    """The graph of ``model`` after a warm-up call with ``example``; only filled caches remain.
-
-    ``retrace`` traces the model. Raises ``error`` and restores the model if caches are not why.
-    """
+    """The graph of ``model`` after a warm-up call with ``example``, of which only filled caches
+    remain. Raises ``error`` and restores the model if caches are not why. ``retrace`` traces the
+    model."""
     tensors = [*model.parameters(), *model.buffers(), *filter(torch.is_tensor, pytree.tree_leaves(example))]
     buffers = {name: attribute_or_none(model, name) for name in error.written}
     own = {id(vars(module)) for module in model.modules()}

@@ -1,9 +1,6 @@
-"""Retries of a trace that asks about tensor values: with all answers, then the example's.
-
-Libraries ask such questions to choose kernels or to check inputs. If all sequences of answers give
-the same program, it serves all inputs. A sequence that ends in the model's own ``raise`` does not
-count: eager raises there too.
-"""
+"""Retries of a trace that asks about tensor values: with all answers, then the example's. If all
+answers (but those that end in the model's own ``raise``) give the same program, it serves all
+inputs. Libraries ask to choose kernels or to check inputs."""
 
 from __future__ import annotations
 

@@ -1,13 +1,7 @@
-"""Python scalars of tensors in a trace: ``int(tensor)``, ``float(tensor)`` and ``bool(tensor)``.
-
-``int`` and ``float`` must return plain numbers, which a trace does not know. The calling function
-is traced again with an ``int`` and a ``float`` that call ``item()``, so that the number stays
-symbolic.
-
-``bool`` is answered where one branch handles errors: argument checks that raise (``if labels.max()
->= n: raise``, ``assert``), and tests for overflow (``if not torch.isfinite(x).all()``). A guard in
-the graph checks the answer.
-"""
+"""Python scalars of tensors in a trace. ``int`` and ``float`` must return plain numbers, so the
+calling function is traced again with ``item()``, which stays symbolic. ``bool`` is answered,
+with a guard in the graph, where one branch handles errors: checks that raise, and tests for
+overflow (``if not torch.isfinite(x).all()``)."""
 
 from __future__ import annotations
 
@@ -31,10 +25,19 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard.frames import is_users_file, source_line, traceback_frames
-from autoshard.passes.capture.observer import ObservedCall, Observer, ObserverAnswer, Patch, replacement_patch
+from autoshard.passes.capture.observer import (
+    GUARD_MODEL_CHECK,
+    ObservedCall,
+    Observer,
+    ObserverAnswer,
+    Patch,
+    guard_true,
+    replacement_patch,
+)
 from autoshard.passes.capture.refusals.errors import is_data_dependent
-from autoshard.passes.capture.specialization import guards
 from autoshard.passes.capture.specialization.loops import NonzeroLoops
+from autoshard.runtime.operations.checks import TOO_SHORT
+from autoshard.torch_private.ops import check
 
 
 class _ScalarType(type):
@@ -167,10 +170,8 @@ _LOGICAL_AND = (
 
 
 class TruthValues(Observer):
-    """Tracks tests for inf and NaN through a trace, and answers ``bool(tensor)``.
-
-    Not in ``loops`` of unknown length, where the guard would apply to every iteration.
-    """
+    """Tracks tests for inf and NaN through a trace, and answers ``bool(tensor)``; not in ``loops``
+    of unknown length, where the guard would apply to every iteration."""
 
     def __init__(self, loops: NonzeroLoops) -> None:
         self.loops = loops
@@ -187,14 +188,14 @@ class TruthValues(Observer):
             return None
         tensor, frame = call.args[0], call.frame
         if (uniform := self.uniform.get(tensor)) is not None:
-            answer = ObserverAnswer(uniform, guards.GUARD_FINITE)
+            answer = ObserverAnswer(
+                uniform, "a number is infinite or NaN, but the compiled program is for finite numbers"
+            )
         elif (wanted := truth_without_raise(frame)) is not None:
-            answer = ObserverAnswer(wanted, guards.GUARD_MODEL_CHECK)
+            answer = ObserverAnswer(wanted, GUARD_MODEL_CHECK)
         else:
             return None
-        guards.guard_true(
-            tensor if answer.value else tensor.logical_not(), f"{answer.reason}: {source_line(frame)}", frame
-        )
+        guard_true(tensor if answer.value else tensor.logical_not(), f"{answer.reason}: {source_line(frame)}", frame)
         return answer
 
     def after(self, call: ObservedCall, result: Any) -> Any:
@@ -234,26 +235,23 @@ class TruthValues(Observer):
 
 
 def _guard_all(kind: type, condition: Tensor, message: Callable[[], str] | None = None) -> None:
-    guards.guard_true(condition.all(), str(message() if message else guards.GUARD_MODEL_CHECK))
+    guard_true(condition.all(), str(message() if message else GUARD_MODEL_CHECK))
 
 
 def _truth_of_number(number: torch.SymBool, frame: FrameType) -> ObserverAnswer | None:
-    """The answer to ``bool(number)`` of a data-dependent number, with a guard.
-
-    Comparisons of a length with 0, 1 or 2 are answered as for a long one.
-    """
+    """The guarded answer to ``bool(number)``; lengths compared with 0, 1 or 2 count as long."""
     if get_proxy_mode() is None:  # inside an op: the graph would miss the guard
         return None
     if (wanted := truth_without_raise(frame)) is not None:
-        answer = ObserverAnswer(wanted, guards.GUARD_MODEL_CHECK)
+        answer = ObserverAnswer(wanted, GUARD_MODEL_CHECK)
     elif (many := _truth_for_long(number)) is not None:
-        answer = ObserverAnswer(many, guards.GUARD_LENGTH)
+        answer = ObserverAnswer(many, TOO_SHORT)
     else:
         return None
     holds = number if answer.value else torch.sym_not(number)
-    guards.guard_true(holds, f"{answer.reason}: {source_line(frame)}", frame)
-    if answer.reason == guards.GUARD_LENGTH:
-        guards.assume_true(holds)  # for a tensor's number this would fix a constant
+    guard_true(holds, f"{answer.reason}: {source_line(frame)}", frame)
+    if answer.reason == TOO_SHORT:
+        check(holds)  # for a tensor's number this would fix a constant
     return answer
 
 

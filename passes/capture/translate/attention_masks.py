@@ -1,11 +1,8 @@
-"""Attention masks as functions of positions: causal, sliding window, ALiBi, packed documents.
-
-Models build masks as tensors [queries, keys], often out of ``arange``, and combine them with
-masks that depend on the data, such as padding. A mask that is a function of positions becomes a
-band (causal or sliding window) of ``banded`` attention, and no mask tensor is needed. Linear
-biases (ALiBi) become slopes, document masks become document ids. A data-dependent rest stays a
-tensor. Key and value heads that were repeated for grouped-query attention are shared again
-(``enable_gqa``)."""
+"""Attention masks as functions of positions: causal, sliding window, ALiBi, packed documents. Masks
+are built as tensors [queries, keys], out of ``arange`` and of data such as padding. A function
+of positions becomes a band of ``banded`` attention, linear biases (ALiBi) slopes, document masks
+ids; a data-dependent rest stays a tensor. Key and value heads repeated for grouped-query
+attention are shared again (``enable_gqa``)."""
 
 from __future__ import annotations
 
@@ -69,7 +66,6 @@ class MaskMatcher(Matcher):
         self.positions = PositionAnalysis(graph)
 
     def conjuncts(self, mask: Ref) -> Iterator[Ref]:
-        """The conjuncts of a boolean mask."""
         found = self.match("(bitwise_and | __and__ | logical_and)(a, b)", mask)
         if found is None or not isinstance(found["b"], Ref) or self.graph.types[mask.name].dtype != torch.bool:
             yield mask
@@ -111,7 +107,7 @@ class MaskMatcher(Matcher):
     # --- documents ---
 
     def document_ids(self, mask: Ref) -> Ref | None:
-        """Integer ids [b, t] or [t] if ``mask`` [b, 1, t, t], [b, t, t] or [t, t] is ids == idsᵀ."""
+        """Integer ids [b, t] or [t] if ``mask`` [b, 1, t, t], [b, t, t], [t, t] is ids == idsᵀ."""
         shape, inner = self.graph.shape(mask), behind(mask, (aten.unsqueeze.default,), self.graph)
         found = self.match("eq(a, b)", inner)
         if found is None or not isinstance(found["b"], Ref) or len(shape) < 2 or shape[-1] != shape[-2]:
@@ -138,7 +134,7 @@ class MaskMatcher(Matcher):
         return self._elements_source(node.args[0]) if same else x
 
     def packed_documents(self, part: Ref, node: Node) -> tuple[Ref, Band] | None:
-        """(document ids [b, t] or [t], band) that ``part`` of the mask of [b, h, t, e] consists of."""
+        """(document ids [b, t] or [t], band) of which ``part`` of a mask [b, h, t, e] consists."""
         query, inside = self.graph.shape(node.inputs[0]), behind(part, (aten.unsqueeze.default,), self.graph)
         bands, found = list[Band](), list[Ref]()
         for one in self.conjuncts(inside):
@@ -394,7 +390,6 @@ def _hides_exactly(values: Sequence[Any], band: Band, lengths: tuple[int, int], 
 
 
 def intersect_bands(bands: list[Band]) -> Band:
-    """The intersection of bands."""
     before = [b.before for b in bands if b.before is not None]
     after = [b.after for b in bands if b.after is not None]
     return Band(min(before, default=None), min(after, default=None))

@@ -1,7 +1,5 @@
-"""Attention patterns: products around a softmax become one scaled dot product attention.
-
-The fused operation keeps no [queries, keys] matrix for the backward, and has the sharding rules
-of attention: by heads, ring attention, masks by position. Where keys and values differ in head
+"""Attention patterns: products around a softmax become one scaled dot product attention, which
+keeps no [queries, keys] matrix and has its sharding rules. Where keys and values differ in head
 dim, zeros pad the narrower, so that fused kernels apply."""
 
 from __future__ import annotations
@@ -133,7 +131,7 @@ class ScoreMatcher(MaskMatcher):
             yield found
 
     def weights(self, value: Ref, end: Node) -> AttentionWeights | None:
-        """``value`` [..., s, t] as attention weights; ``end``: the product of weights and values."""
+        """``value`` [..., s, t] as attention weights; ``end``: product of weights and values."""
         graph, path, dropout, cut = self.graph, list[str](), 0.0, False
         node = graph.producers.get(value.name)
         while node is not None and is_read_once(value.name, graph) and node.checkpoint == end.checkpoint:
@@ -170,7 +168,7 @@ class ScoreMatcher(MaskMatcher):
         return found._replace(scores=joint["scores"], path=(*found.path, *joint[""]), sinks=narrow)
 
     def key_visibility(self, found: AttentionScores) -> KeyVisibility | None:
-        """None if -inf or fills may hide all keys of a query: softmax is nan, or has no gradient."""
+        """None if -inf or fills may hide all of a query's keys: nan, or no gradient."""
         rows, columns = self.graph.shape(found.path[0])[-2:]
         dtype, bands, known = self.graph.types[found.path[0]].dtype, list[Band](), KeyVisibility.SURE
         parts: list[Ref | MaskedFill] = [*found.hidden]
@@ -190,7 +188,6 @@ class ScoreMatcher(MaskMatcher):
         return known if _sees_some_key(intersect_bands(bands), rows, columns) else None
 
     def _is_finite(self, value: Any) -> bool:
-        """Whether a value is certainly finite."""
         if not isinstance(value, Ref):
             return not isinstance(value, float) or math.isfinite(value)
         known, dtype = self.positions(value), self.graph.types[value.name].dtype
@@ -223,7 +220,6 @@ def is_read_once(name: str, graph: Graph) -> bool:
 
 
 def keeps_last_two_dims(node: Node, graph: Graph) -> bool:
-    """Whether it is a reshape that keeps the last two dims."""
     if node.op is not aten.reshape.default:
         return False
     before, after = graph.shape(node.args[0]), graph.shape(node.outputs[0])
@@ -331,7 +327,6 @@ def _before_repeat(value: Ref, graph: Graph) -> Ref:
 
 
 def _sees_some_key(band: Band, rows: int, columns: int) -> bool:
-    """Whether each row sees a column."""
     if band.after is not None and band.after < 0:
         return False
     if band.before is None or str(rows) == str(columns):
@@ -359,11 +354,9 @@ class MatchedAttention(NamedTuple):
 
 
 def fuse_attention(graph: Graph) -> Graph:
-    """``graph`` with matched attention patterns as :data:`SDPA` or banded attention.
-
-    Unchanged if an input requires a gradient: forces and gradient penalties may differentiate
-    twice, and fused attention has no second derivative.
-    """
+    """``graph`` with matched attention patterns as :data:`SDPA` or banded attention. Unchanged if
+    an input requires a gradient: forces may differentiate twice, which fused attention
+    cannot."""
     if any(i.kind == "input" and graph.types[i.name].grad for i in graph.inputs):
         return graph
     scores = ScoreMatcher(graph)

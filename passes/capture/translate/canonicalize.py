@@ -1,7 +1,5 @@
-"""Canonicalization: one form for what torch.export writes in several, so that rules meet few ops.
-
-Also here: dead code elimination, ``nonzero`` as ``where``, and through which results of an op
-gradients flow."""
+"""Canonicalization: one form for what torch.export writes in several. Also dead code elimination,
+``nonzero`` as ``where``, and through which results of an op gradients flow."""
 
 from __future__ import annotations
 
@@ -100,11 +98,8 @@ def unchanged_operand(
     result: Any,
     shape_of: Callable[[Tensor], Sequence[int]],
 ) -> Ref | None:
-    """The operand that ``op`` returns unchanged, or None. ``result``: the op's fake result.
-
-    In a functional graph a clone is its operand. A dropout without effect draws nothing in eager
-    mode either; ``native_dropout`` stays, as it returns a mask, too.
-    """
+    """The operand that ``op`` returns unchanged (clones, dropout without effect), or None.
+    ``result``: the op's fake result. ``native_dropout`` stays, as it returns a mask, too."""
     if not args or not isinstance(args[0], Ref) or not isinstance(result, Tensor | tuple):
         return None
     operand: Ref = args[0]
@@ -125,11 +120,8 @@ def unchanged_operand(
 
 
 def cat_with_empty(args: Any, types: dict[str, TensorType], result: Any) -> Ref | None:
-    """The only operand of a concatenation besides ``torch.tensor([])``, as of an empty KV cache.
-
-    None if there are more. ``torch.tensor([])`` fits any shape. Left in, it would hide that a dim
-    before and behind the concatenation is one, such as the positions of keys.
-    """
+    """The only operand of a concatenation besides ``torch.tensor([])``, as of an empty KV cache,
+    else None. Left in, it would hide that a dim before and behind the concatenation is one."""
     rest: list[Ref] = [ref for ref in args[0] if types[ref.name].shape != (0,) or types[ref.name].grad]
     if len(rest) != 1 or types[rest[0].name].dtype != result.dtype or memory_order(result) != tuple(range(result.ndim)):
         return None
@@ -194,11 +186,9 @@ def remove_dead(graph: Graph) -> Graph:
 
 
 def canonical_op(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> tuple[Any, Any, dict[str, Any]]:
-    """``(op, args, kwargs)`` in canonical form. ``slots``: the used results.
-
-    ``native_dropout`` with an unused mask becomes ``dropout``, unless p is 0 or 1, or ``train`` is
-    None: draws or gradients would differ.
-    """
+    """``(op, args, kwargs)`` in canonical form. ``slots``: the used results. ``native_dropout``
+    without its mask becomes ``dropout``, unless draws or gradients would differ: p of 0 or 1,
+    ``train`` of None."""
     made, operands = _CANONICAL_OPS.get(op, (op, None))
     if op is aten.native_dropout.default and slots == [0] and args[1] not in (0, 1) and args[2] is not None:
         made = aten.dropout.default
@@ -207,10 +197,8 @@ def canonical_op(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -
 
 
 class GradientFlow:
-    """Whether results of an op require gradients, as autograd says on meta tensors.
-
-    Answers for torch's own ops are cached across captures; other ops may be redefined.
-    """
+    """Whether results of an op require gradients, as autograd says on meta tensors. Cached across
+    captures for torch's own ops; others may be redefined."""
 
     _torchs: ClassVar[dict[str, tuple[bool, ...] | None]] = {}
 

@@ -1,8 +1,6 @@
-"""Decompositions: ops without a sharding rule become ops that have one, as PyTorch defines them.
-
-An op with a rule stays: a linear layer or an attention shards better than its parts. Where only
-composite ops and regions of ``no_grad`` are left, they are expanded in place, without tracing the
-program again."""
+"""Decompositions: ops without a sharding rule become ops that have one, as PyTorch defines them. An
+op with a rule shards better than its parts. Composite ops and ``no_grad`` regions alone are
+expanded in place, without tracing again."""
 
 from __future__ import annotations
 
@@ -63,11 +61,9 @@ def expand_composites(
     program: torch.export.ExportedProgram, is_kept: Callable[[fx.Node], bool], is_allowed: Callable[[Any], bool]
 ) -> bool:
     """Expand in place all nodes of ``program`` that do not stay; whether that was possible.
-
     ``is_allowed``: whether an op may result. On False ``program`` is unchanged: another op resulted, a
     length is symbolic, or a subgraph is no :data:`GRAD_MODE_REGION`. Nodes get the names of a new trace, but for
-    their numbers and the names of outputs, which ``inline_regions`` writes.
-    """
+    their numbers and the names of outputs, which ``inline_regions`` writes."""
     module = program.graph_module
     same: dict[fx.Node, Any] = {}
     nodes = list(_inlined_nodes(module, same))
@@ -229,11 +225,9 @@ _LIFT_OPS = frozenset({aten.lift.default, aten.lift_fresh.default})
 
 
 def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The functional form of ``program``, with ops without a rule decomposed where PyTorch can.
-
-    Parts keep their module and source line. One run decomposes all, as each run traces the program
-    again. None is needed where nothing changes, or ops expand in place, except under autocast.
-    """
+    """The functional form of ``program``, with ops without a rule decomposed where PyTorch can. One
+    run decomposes all, since each traces the program again; none where nothing changes or ops
+    expand in place, except under autocast."""
     nodes = [n for m in program.graph_module.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
     for node in nodes:
         if node.target is aten.copy_.default:
@@ -344,12 +338,10 @@ def _decompose_functional(
     program: torch.export.ExportedProgram, there: set[OpOverload], tail: Mapping[OpOverload, Callable[..., Any]]
 ) -> torch.export.ExportedProgram:
     """A faster ``program.run_decompositions(tail)`` for a program with the ops ``there``.
-
     PyTorch overrides 500 composite ops for 12 kinds of devices, a quarter of a small compile. This
     overrides the ops of ``program`` and those with a rule, for its devices; PyTorch decomposes the
     rest anyway. Input guards are not generated: nothing runs them, and they are invalid Python
-    where one attribute's name begins with another's.
-    """
+    where one attribute's name begins with another's."""
     composite = {op for op in _composite_ops() if rule_for(op) is not None or op in decomposition_table or op in there}
     composite |= {op for op in there if op.namespace != "aten" and is_preservable(op)}
     with unset_fake_temporarily(), patched([*_dispatch_keys_patches(program), _NO_GUARDS_PATCH, _NLL_LOSS_PATCH]):

@@ -24,7 +24,6 @@ _POOLED = {
 
 def mark_embedding_tables(graph: Graph) -> Graph:
     """``graph`` whose types describe its embedding tables: rows read, sparsity, placement.
-
     Several tables with one row per sample may be table-wise; only then pooling is fused."""
     found = [i.name for i in graph.of_kind("parameter") if _is_only_looked_up(i.name, graph)]
     pooled = _fuse_pooling(graph, found)

@@ -1,7 +1,5 @@
-"""Fused projections (QKV, gate and up): slices become one split, types record the segments.
-
-Each segment of the fused dim can be sharded, the dim as one cannot: a contiguous shard would mix
-segments."""
+"""Fused projections (QKV, gate and up): slices become one split, types record the segments. Each
+segment can be sharded; a contiguous shard of the fused dim would mix them."""
 
 from __future__ import annotations
 

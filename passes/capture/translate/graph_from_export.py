@@ -112,9 +112,7 @@ def graph_of_export(
     inputs: Mapping[str, DynamicInput],
 ) -> Graph:
     """The graph of a functional ``program`` that was exported from ``model`` for ``example``.
-
-    ``inputs``: path → dynamic lengths of a tensor argument. Raises :class:`CaptureError`.
-    """
+    ``inputs``: path → dynamic lengths of a tensor argument. Raises :class:`CaptureError`."""
     return _GraphBuilder(program, model, example, training, inputs).graph()
 
 

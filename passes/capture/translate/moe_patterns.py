@@ -1,4 +1,4 @@
-"""Patterns of MoE routing: gates, products by expert, rows that chose an expert, capacity buffers."""
+"""Patterns of MoE routing: gates, products by expert, experts' rows, capacity buffers."""
 
 from __future__ import annotations
 
@@ -194,7 +194,6 @@ class RoutingPatterns(Matcher):
                 yield ids, weights
 
     def _column(self, value: Any) -> Iterator[tuple[Ref, int]]:
-        """(gates, number) where ``value`` [.., 1] is column ``number`` of gates [.., e]."""
         for found in self.matches(COLUMN, value):
             number = found["number"] or 0
             if isinstance(number, int) and number >= 0 and self.graph.shape(value)[-1] == 1:
@@ -209,7 +208,6 @@ class RoutingPatterns(Matcher):
                 yield found["whole"], found["slot"]
 
     def _activated(self, value: Any) -> Iterator[tuple[Ref, str]]:
-        """(gate, activation)."""
         for name, form in ACTIVATIONS.items():
             if (found := self.match(form, value)) is not None:
                 yield found["gate"], name
@@ -412,10 +410,9 @@ class CapacityPatterns(RoutingPatterns):
         return place
 
     def _seen(self, value: Ref, base: Ref, shifted: bool) -> tuple[list[Node], Ref]:
-        """(reshapes and permutations in order, their source) of ``value``; casts are ignored.
-
-        ``shifted``: so is the addition of a number, or of ``base``, which is 1 where it counts.
-        """
+        """(reshapes and permutations in order, their source) of ``value``; casts are ignored, as
+        are, if ``shifted``, additions of a number, or of ``base``, which is 1 where it
+        counts."""
         nodes: list[Node] = []
         while not self.alike(value, base) and (node := self.graph.producers.get(value.name)) is not None:
             if self.graph.types[value.name].dtype not in _EXACT_COUNT_DTYPES:

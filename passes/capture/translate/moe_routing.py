@@ -1,10 +1,8 @@
 """Mixture of experts (MoE): routing as users write it becomes one operation, ``experts_op``.
-
 Forms: *dense*: all experts get all rows, and gates [t, e], zero except for chosen experts, weigh
 the results. *Sorted*: rows sorted by expert, grouped GEMM. *Capacity*: one-hot dispatch into
-buffers and combine. *Loop*: per expert, the rows that chose it, or all rows times its gate.
-An expert is two products around an activation; matrices of all experts are one tensor, or modules.
-"""
+buffers and combine. *Loop*: per expert, the rows that chose it, or all rows times its gate. An
+expert is two products around an activation; matrices of all experts are one tensor, or modules."""
 
 from __future__ import annotations
 

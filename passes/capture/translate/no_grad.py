@@ -24,11 +24,9 @@ _REGION_OPS = (torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.high
 
 def detach_no_grad(gm: fx.GraphModule, grads: set[str]) -> None:
     """Insert ``detach`` before reads of values with a gradient by ops marked :data:`NO_GRAD_KEY`.
-
     Operands are detached, not results, so that in-place writes into outer buffers keep their
     meaning. ``grads``: placeholders with a gradient. Raises :class:`CaptureError` for a write under
-    ``no_grad`` into a value with a gradient: a functional graph would differentiate through it.
-    """
+    ``no_grad`` into a value with a gradient: a functional graph would differentiate through it."""
     _detach_graph(gm, _GradientTracker(n for n in gm.graph.nodes if n.op == "placeholder" and n.name in grads))
 
 
@@ -148,7 +146,6 @@ class _GradientTracker:
 
     def is_dead_write(self, write: fx.Node) -> bool:
         """Whether only writes read the ``detach()`` that it writes, as of an EMA into ``x.data``.
-
         No reader then has the gradient of the written value."""
         found = [x for n in _mutated_operands(write) for x in self._through(n) if x.target is aten.detach.default]
         return bool(found) and not any(self._is_read_after(write, detached) for detached in found)
@@ -172,7 +169,6 @@ class _GradientTracker:
 
     def _attach(self, write: fx.Node, written: fx.Node) -> None:
         """Let ``written`` have a gradient from a write on; its ``detach()`` becomes an alias.
-
         A functional graph would detach the written value. Raises where both are read afterwards."""
         for detached in self._through(written):
             if detached.target is not aten.detach.default:
@@ -198,7 +194,6 @@ class _GradientTracker:
 
 
 def _gives_alias(node: fx.Node, operand: fx.Node, argument: Any) -> bool:
-    """Whether ``node`` returns ``operand`` or a view of it."""
     return (argument is None or argument.alias_info is not None) and not _is_copy(node, operand)
 
 

@@ -1,5 +1,4 @@
 """Abstract interpretation: values that are functions of indices, from ``arange`` and constants.
-
 A value is tracked where it is piecewise affine in one linear form of the indices, as positions,
 distances, causal masks and sliding windows are."""
 
@@ -25,7 +24,6 @@ Piece = tuple[Any, Any]
 
 class IndexFunction(NamedTuple):
     """slope · L + offset where ends[k-1] ≤ L < ends[k], for L = Σ steps[d] · index[d].
-
     Steps have no common divisor, and the last is positive; a constant has none."""
 
     steps: tuple[int, ...]
@@ -297,7 +295,7 @@ def _picked(known: IndexFunction, dim: int, start: int, step: int) -> IndexFunct
 def _joined(
     functions: Sequence[IndexFunction], piece: Callable[[int], Piece], more: Sequence[int] = ()
 ) -> IndexFunction:
-    """A function of the form of ``functions``; ``piece``: at a value of the form; ``more``: ends."""
+    """A function of ``functions``' form; ``piece``: at a value of the form; ``more``: ends."""
     steps = next((k.steps for k in functions if any(k.steps)), functions[0].steps)
     ends = sorted({*more, *itertools.chain(*(k.ends for k in functions))})
     return IndexFunction(steps, tuple(piece(form) for form in [ends[0] - 1 if ends else 0, *ends]), tuple(ends))
@@ -308,7 +306,6 @@ def _scaled(known: IndexFunction, factor: Any) -> IndexFunction:
 
 
 def _sum(a: IndexFunction, b: IndexFunction, factor: Any) -> IndexFunction | None:
-    """a + factor · b."""
     rank = max(len(a.steps), len(b.steps))
     a, b = (k._replace(steps=(0,) * (rank - len(k.steps)) + k.steps) for k in (a, b))
     if len({k.steps for k in (a, b) if any(k.steps)}) < 2:

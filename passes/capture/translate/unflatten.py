@@ -1,5 +1,4 @@
 """Unflatten dims that views merge, so that each of them can be sharded.
-
 A shard of a merged dim, such as batch · sequence, is contiguous in its outermost dim only. Three
 rewrites: a chain of views that merges dims and splits them again becomes one permutation; a
 linear layer on flattened rows becomes one on the unflattened operand; routers, experts and losses
@@ -159,10 +158,7 @@ def _build_view(build: NodeBuilder, view: _ViewChain) -> None:
 
 
 def unflatten_linears(graph: Graph) -> Graph:
-    """``graph`` with [b, s, k] → [b · s, k] @ [k, n] → [b, s, n], as in GPT-2, as one linear.
-
-    A dim b · s could be sharded along s only if b is 1.
-    """
+    """``graph`` with [b, s, k] → [b · s, k] @ [k, n] → [b, s, n] as one linear (GPT-2)."""
     matcher, unflattened = Matcher(graph), set[str]()
 
     def linear(build: NodeBuilder, node: Node) -> bool:

@@ -1,5 +1,4 @@
 """Families: dims of values that are sharded together, by the rules of operations between them.
-
 A transformer's families are its batch, its sequence, its residual stream, its vocabulary, and per
 layer the heads and the hidden features. "The batch" or "the heads" of a named strategy is one of
 them, whatever the model calls it."""
@@ -45,7 +44,6 @@ class Families:
                     self._union.union(*found)
 
     def strategies(self, node: Node) -> tuple[Strategy, ...]:
-        """Strategies of ``node`` that shard it."""
         if node.name not in self._by_node:
             key = node_signature(node, self.graph.types)
             if key not in self._strategies:
@@ -124,16 +122,13 @@ class Families:
         return not self.activations.isdisjoint(node.outputs)
 
     def asked(self, node: Node, cuts: frozenset[str], optional: bool = False) -> OpRequest:
-        """A request to shard ``node``. Masks and positions may be replicated, weights not
+        """A request to shard ``node``; masks and positions may be replicated, weights not
         partial."""
         reads_weights = not self.weights.isdisjoint(node.inputs)
         return OpRequest(cuts, optional or not self.is_activation(node), sums=not reads_weights)
 
     def is_dependent(self, node: Node, strategy: Strategy) -> bool:
-        """Whether ``strategy`` communicates, or leaves a dim of its family unsharded.
-
-        Then it does not divide the operation into independent parts.
-        """
+        """Whether ``strategy`` communicates or leaves a dim of its family unsharded."""
         if strategy.label in context_parallel.SEQUENCE_SHARDED:
             return True
         family, cut = self.cut(node, strategy), dict(sharded_dims_of(node, strategy))
@@ -208,9 +203,7 @@ def _feature_families(node: Node, weight: str, families: Families) -> tuple[Fami
 
 def batch_of(families: Families) -> frozenset[Family]:
     """Families of the batch: the input dim along which most work is independent, on no parameter.
-
-    Ties: dim 0 of the first input. Empty if there is none.
-    """
+    Ties: dim 0 of the first input. Empty if there is none."""
     graph = families.graph
     inputs = [i.name for i in graph.of_kind("input")]
     places: dict[Family, tuple[int, int]] = {}

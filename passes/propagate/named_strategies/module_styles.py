@@ -65,9 +65,8 @@ def style_requests(
     patterns: Mapping[str, Any], axis: str, families: Families, found: tuple[WeightProduct, ...], known: bool = False
 ) -> StyleRequests:
     """Requests of ``patterns`` (fnmatch, of module or parameter names or ends) along ``axis``.
-
-    Raises :class:`PlanError` for an unknown style, or if no pattern matches, unless ``known``.
-    """
+    Raises :class:`PlanError` for an unknown style, or if no pattern matches, unless
+    ``known``."""
     graph = families.graph
     asked: dict[str, OpRequest] = {}
     dims: dict[str, frozenset[int]] = {}

@@ -1,5 +1,4 @@
 """Strategies for sparse models: expert parallelism, and table-, row- or column-wise embeddings.
-
 Expert parallelism shards tokens and experts along one axis with all-to-all dispatch (Lepikhin et
 al. 2020). Embedding tables are placed whole on owner ranks, or sharded by row or column, with a
 sharded batch (Naumov et al. 2019, DLRM)."""
@@ -37,10 +36,8 @@ def capacity_buffers(families: Families) -> dict[Family, frozenset[str]]:
 def expert_parallel_requests(
     families: Families, batch: frozenset[Family]
 ) -> tuple[dict[str, OpRequest], dict[str, frozenset[int]]]:
-    """(requests to operations, dims of experts' weights): shard the batch, and experts.
-
-    With capacity buffers instead of an experts operation, both families may be sharded.
-    """
+    """(requests to operations, dims of experts' weights): shard the batch, and experts; both
+    families without an experts operation."""
     found = expert_nodes(families)
     buffers = {} if found else capacity_buffers(families)
     # the experts' requests decide

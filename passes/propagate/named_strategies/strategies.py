@@ -1,5 +1,4 @@
 """Named strategies (``like="fsdp"``) as requests to operations and parameters.
-
 The search chooses what a name leaves free. A hint on a parameter wins over the named strategy
 (:func:`without_hinted`). Where memory is tight, :func:`baseline_strategies` are searched too.
 :func:`axes_by_role` names mesh axes of a plan by their use (dp, tp, …)."""
@@ -110,11 +109,9 @@ class StrategyContext:
         return {n.name: families.asked(n, families.labels(n, wanted)) for n in self.graph.nodes}
 
     def by_batch(self) -> dict[str, OpRequest]:
-        """Every operation sharded along the batch where its rule allows.
-
-        Values without inputs (looked-up positions) are replicated with partial gradients: these are
-        reduced with the parameters' gradients, without a message of their own.
-        """
+        """Every operation sharded along the batch where its rule allows. Values without inputs
+        (looked-up positions) are replicated: their partial gradients are reduced with
+        parameters'."""
         families, found = self.families, self.along(self.batch)
         for node in self.graph.nodes:
             if families.from_inputs.isdisjoint(node.outputs) and _can_be_summed(node, self.graph):
@@ -258,11 +255,9 @@ STRATEGY_NAMES = (*NAMED_STRATEGIES, "hsdp")
 
 
 def resolve_like(like: Any, graph: Graph, mesh: Mesh, *, known: bool = False) -> NamedStrategy:
-    """The requests of ``like`` (a name, or styles by module; for all axes or per axis).
-
-    ``known``: styles were checked with an earlier program; they may match nothing here. Raises
-    :class:`~autoshard.errors.PlanError` for an unknown strategy.
-    """
+    """The requests of ``like`` (a name, or styles by module; for all axes or per axis). ``known``:
+    checked with an earlier program; styles may match nothing here. Raises
+    :class:`~autoshard.errors.PlanError`."""
     if like is None:
         return NamedStrategy()
     context = _strategy_context(graph)
@@ -347,10 +342,8 @@ HintConflict = tuple[str, int, bool]
 
 
 def without_hinted(expert: NamedStrategy, hinted: Mapping[str, Constraint], graph: Graph, mesh: Mesh) -> NamedStrategy:
-    """``expert`` without requests to look-ups in tables that hints place otherwise.
-
-    Raises :class:`InfeasibleStrategyError` if hints move only some experts off their owners.
-    """
+    """``expert`` without requests to look-ups in tables that hints place otherwise. Raises
+    :class:`InfeasibleStrategyError` if hints move only some experts off their owners."""
     found = tuple(_hint_conflicts(expert, hinted, graph, mesh))
     if not found:
         return expert
@@ -435,10 +428,8 @@ def baseline_strategies(graph: Graph, mesh: Mesh, asked: NamedStrategy) -> Itera
 
 def axes_by_role(graph: Graph, assignment: Assignment) -> dict[str, int]:
     """Axis name → size, in the order of the assignment's mesh.
-
     Named by the factor that most work of products is sharded along: batch (``dp``; ``fsdp`` if most
-    parameter bytes are), sequence (``cp``), features (``tp``), weights (``ep``), or ``idle``.
-    """
+    parameter bytes are), sequence (``cp``), features (``tp``), weights (``ep``), or ``idle``."""
     mesh, (families, found, batch, sequence) = assignment.mesh, _families_with_roles(graph)
     names: dict[str, int] = {}
     for number, size in enumerate(mesh.shape):

@@ -1,5 +1,4 @@
 """Tensor parallelism (Megatron), sequence parallelism (Ulysses), ring attention as strategies.
-
 Pairs of column- and row-parallel products: Shoeybi et al. 2019. The sequence sharded between the
 pairs: Korthikanti et al. 2022. All-to-all around attention: Jacobs et al. 2023. Ring attention:
 Liu et al. 2023."""
@@ -24,12 +23,10 @@ UNDIVIDED_PRODUCT_PRICE = 1e6
 
 
 def tensor_parallel_families(families: Families, found: tuple[WeightProduct, ...], ranks: int) -> frozenset[Family]:
-    """Families to shard so that each product is sharded once, by output or by input features.
-
-    A product sharded by both would gather its operand; one sharded by neither is not divided, nor
-    is work between products such as attention. The choice divides most work, then sends fewest
-    bytes: heads, hidden features and vocabulary are sharded, the residual stream is not.
-    """
+    """Families to shard so that each product is sharded once, by output or by input features: by
+    both it would gather its operand, by neither it is not divided, nor is work between products.
+    The choice divides most work, then sends fewest bytes: heads, hidden features and vocabulary,
+    not the residual stream."""
     usable = [
         f
         for f in dict.fromkeys(f for p in found for f in (p.sums, p.makes))
@@ -58,10 +55,8 @@ def tensor_parallel_families(families: Families, found: tuple[WeightProduct, ...
 def _work_between_products(
     usable: Collection[Family], found: tuple[WeightProduct, ...], families: Families
 ) -> dict[Family, float]:
-    """Work of operations that no product family divides, by the one of ``usable`` that does.
-
-    Of attention these are the heads, also if it has a parameter.
-    """
+    """Work that no product family divides, by the one of ``usable`` that does (attention:
+    heads)."""
     products, between = {p.node.name for p in found if p.sums or p.makes}, defaultdict[Family, float](float)
     for node in families.graph.nodes:
         cut = {f for s in families.strategies(node) if (f := families.cut(node, s)) is not None and f in usable}
@@ -78,11 +73,9 @@ def _is_long_enough(family: Family, families: Families, ranks: int) -> bool:
 
 
 def _sent_shares(usable: list[Family], found: tuple[WeightProduct, ...], families: Families) -> list[float]:
-    """Bytes that sharding each family sends, as shares of the total.
-
-    Row-parallel: all-reduce of the result in the forward. Column-parallel: of the operand's
-    gradient in the backward, once for all products that read the operand.
-    """
+    """Bytes that sharding each family sends, as shares of the total. Row-parallel: the result's
+    all-reduce in the forward. Column-parallel: the operand's gradient's, once for all its
+    products."""
     types = families.graph.types
     sent: Counter[Family] = Counter()
     seen = set()
@@ -105,10 +98,8 @@ def _sent_shares(usable: list[Family], found: tuple[WeightProduct, ...], familie
 def megatron_sp_requests(
     families: Families, chosen: frozenset[Family], found: tuple[WeightProduct, ...], batch: frozenset[Family]
 ) -> Iterator[tuple[str, OpRequest]]:
-    """Products sharded along ``chosen``, and the sequence between pairs (Korthikanti et al. 2022).
-
-    Between pairs are operations on the stream: read by column-, written by row-parallel products.
-    """
+    """Products sharded along ``chosen``, and the sequence between pairs (Korthikanti et al. 2022):
+    on the stream, which column-parallel products read and row-parallel ones write."""
     pairs = [p for p in found if p.sums in chosen or p.makes in chosen]
     stream = {f for p in pairs for f in (p.sums, p.makes) if f is not None and f not in chosen}
     sequence = sequence_families(families, tuple(pairs), batch)
@@ -142,11 +133,9 @@ def sequence_requests(
     families: Families, found: tuple[WeightProduct, ...], batch: frozenset[Family], around: bool
 ) -> Iterator[tuple[str, OpRequest | None]]:
     """Requests: shard the sequence, and in attention the heads (Ulysses) or the sequence (ring).
-
     Between products and attention (rotary positions) either may be sharded. Free are: operations
     that no rule shards along the sequence, back to the product before them; experts, as tokens are
-    dispatched; and zigzag reorderings, as a replicated value needs no message for them.
-    """
+    dispatched; and zigzag reorderings, as a replicated value needs no message for them."""
     sequence = sequence_families(families, found, batch)
     core = {n.name: n for n in families.graph.nodes if _mixes_positions(n, sequence, families)}
     by_head = {n: _head_families(node, sequence | batch, families) for n, node in core.items()}
@@ -206,7 +195,6 @@ def _mixes_positions(node: Node, sequence: frozenset[Family], families: Families
 
 
 def ring_strategies(node: Node, families: Families) -> frozenset[str]:
-    """Ring attention strategies of ``node``."""
     return frozenset(s.label for s in families.strategies(node) if s.label in context_parallel.RING_LABELS)
 
 

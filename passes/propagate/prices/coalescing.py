@@ -86,10 +86,7 @@ def grouped_source_layouts(type_: TensorType, mesh: Mesh) -> Iterable[Placements
 def shared_latencies(
     type_: TensorType, mesh: Mesh, sources: Sequence[Placements], targets: Sequence[Placements], waits: float
 ) -> Floats:
-    """Seconds per source (row) and target (column) that a group pays once.
-
-    ``waits``: synchronization skew before each message.
-    """
+    """Seconds per source and target that a group pays once. ``waits``: skew per message."""
     a, b = ([Layout(mesh, p) for p in side] for side in (sources, targets))
     what = type_.shape, type_.dtype, type_.moves, type_.unknown
     alone, together = (
@@ -139,13 +136,10 @@ class SharesByValue(dict[str, MessageShares]):
 
 @cached_per_graph
 def latency_shares(graph: Graph, mesh: Mesh) -> SharesByValue:
-    """Value → its shares (0 to 1) of message latency: parameters, and coalesced operands.
-
-    Other values pay full latency and synchronization skew. Parameters are gathered before the block
-    that reads them first. Gradient sums cross blocks
-    (:mod:`autoshard.runtime.parameters.gradients`): the first bucket alone, to start early, then
-    full buckets; matrices and vectors count apart, as their axes may differ.
-    """
+    """Value → shares (0 to 1) of message latency of parameters and coalesced operands; others pay
+    it in full. Parameters are gathered before the block that reads them first. Gradient sums
+    cross blocks (:mod:`autoshard.runtime.parameters.gradients`): the first bucket alone, to
+    start early, then full ones. Matrices and vectors count apart."""
     full = min((bucket_bytes(mesh, axis) for axis in mesh.axes if mesh.size_of(axis) > 1), default=BUCKET_BYTES)
     blocks, beside, waits = (
         _block_parameter_bytes(graph),
@@ -174,11 +168,8 @@ def latency_shares(graph: Graph, mesh: Mesh) -> SharesByValue:
 
 
 def _prefetch_windows(graph: Graph, mesh: Mesh) -> dict[str, float]:
-    """Parameter → forward seconds of products in the block that reads it first, per rank.
-
-    Gathers are prefetched (:func:`~autoshard.passes.lower.bucket.prefetch_depth`) during the block
-    before, assumed equal: what lasts longer is exposed.
-    """
+    """Parameter → forward seconds of products in the block that reads it first, per rank: gathers,
+    prefetched during the block before (assumed equal), are exposed beyond that."""
     found: dict[str, float] = {}
     products: dict[Hashable, float] = {}  # equal layers have equal ones
     for path, several in groupby(graph.nodes, key=lambda node: block_path(node.fqn)):

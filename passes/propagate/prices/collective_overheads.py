@@ -41,11 +41,9 @@ def copy_seconds(
     parameter: bool,
     share: MessageShares = UNSHARED_MESSAGES,
 ) -> tuple[Array, Array]:
-    """(forward, backward) seconds of copies from each source (row) to each target (column).
-
-    ``parameter``: whether it goes in buckets at ``share`` of latency. On an ideal network copies
-    are free; sparse gradients are not packed.
-    """
+    """(forward, backward) seconds of copies from each source (row) to each target (column); 0 on an
+    ideal network. ``parameter``: in buckets, at ``share`` of latency. Sparse gradients are not
+    packed."""
     if not sources or not targets or type_.sparse or is_ideal_network(sources[0].mesh):
         none = np.zeros((len(sources), len(targets)))
         return none, none
@@ -103,7 +101,7 @@ NO_SKEW = SkewSeconds()
 
 @cached_per_graph
 def synchronization_skew(graph: Graph, mesh: Mesh) -> SkewSeconds:
-    """The line for ``graph``: what was measured, else the slowest device's share; 0 without both."""
+    """The line for ``graph``: as measured, else the slowest device's share, else 0."""
     if not mesh.hardware.waiting:
         return SkewSeconds(share=mesh.hardware.slowest_excess(mesh.size))
     graph, seconds = graph.example, dict[object, float]()  # a price for example lengths does not specialize the program

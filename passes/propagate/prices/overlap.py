@@ -100,14 +100,13 @@ class StepParts:
         return np.multiply(1.0 - overlap.node, near) + np.multiply(1.0 - overlap.network, far)
 
     def excess(self, overlap: Overlap, last: bool) -> tuple[Array, Array]:
-        """Per link class: movable communication of a pass that compute does not hide (may be < 0).
-        ``last``: of the pass with gradient sums."""
+        """Per link class: unhidden movable communication of a (or the ``last``) pass; may be <
+        0."""
         node = self.node + self.node_once if last else self.node
         network = self.network + self.network_once if last else self.network
         return overlap.node * node - self.compute, overlap.network * network - self.compute
 
     def step(self, overlap: Overlap, passes: int = 1) -> Array:
-        """Seconds of the step."""
         return passes * (self.compute + self.other) + self.exposed(overlap, passes)
 
 
@@ -127,11 +126,9 @@ def total_parts(parts: Iterable[StepParts]) -> StepParts:
 
 @cached_per_graph
 def movable_values(graph: Graph) -> frozenset[str]:
-    """Values whose redistributions overlap: parameters, and values from them alone (casts).
-
-    Not the first weight (of two dims or more), nor parameters read before it: nothing can be
-    computed before its gather, and nothing is left after its gradient to hide the reduction.
-    """
+    """Values whose redistributions overlap: parameters, and values from them alone (casts); not the
+    first matrix and what is read before it, before whose gather and after whose gradient nothing
+    is computed."""
     made_of = {name: frozenset((name,)) for name in graph.parameters}
     first: set[str] = set()
     complete = False
@@ -162,8 +159,7 @@ def tables_of_step(
     passes: int = 1,
     fold: tuple[Classes, Classes] | None = None,
 ) -> StepTables:
-    """``parts`` of this shape as tables of the network. ``fold``: of an edge, its row and column
-    per state (None: one each)."""
+    """``parts`` as tables of the network. ``fold``: of an edge, its row and column per state."""
 
     def table(values: Array) -> Matrix:
         full = values if values.shape == shape else np.broadcast_to(values, shape).copy()

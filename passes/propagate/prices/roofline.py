@@ -1,5 +1,4 @@
 """Seconds of an operation on local shapes: roofline, kernel launches and kernel fusion.
-
 With kernel fusion (torch.compile) an elementwise operation, norm, softmax, reduction or loss runs
 in the kernel of its neighbours of the kind. A value inside such a chain is neither written nor
 read; only an operation that writes launches a kernel. Redistributions do not end a chain. Time of
@@ -209,11 +208,9 @@ class PhaseSeconds(NamedTuple):
 
     @property
     def step(self) -> float:
-        """Forward plus backward."""
         return self.forward + self.backward
 
     def slowed_by(self, share: float) -> PhaseSeconds:
-        """All seconds increased by ``share``."""
         if not share:
             return self
         ahead, back = self.launches
@@ -229,11 +226,9 @@ def node_seconds(
     placements: Sequence[tuple[Placement, ...]],
     traffic: Traffic | None = None,
 ) -> PhaseSeconds:
-    """Seconds of ``node``: the larger of FLOPs and memory traffic, plus launches.
-
-    ``placements``: of operands, then results; ``traffic``: which are
-    read and written (None: all). The backward moves twice the bytes: gradients, too.
-    """
+    """Seconds of ``node``: the larger of FLOPs and memory traffic (twice in the backward), plus
+    launches. ``placements``: of operands, then results; ``traffic``: which are read and written
+    (None: all)."""
     pairs = zip(node.values, placements, strict=True)
     shapes = tuple(local_shape(graph.types[n].shape, p, mesh) for n, p in pairs)
     return node_timer(node, graph, mesh, traffic)(choice, shapes)
@@ -269,10 +264,7 @@ def node_timer(
 def _known_node_seconds(
     node: Node, types: Mapping[str, TensorType]
 ) -> dict[tuple[int, Traffic | None], tuple[Hardware, dict[Any, PhaseSeconds]]]:
-    """Cache by hardware (kept alive for its id) and traffic: (FLOPs, share, shapes) → seconds.
-
-    Many choices and meshes differ in layouts alone.
-    """
+    """Cache by hardware (kept alive for its id) and traffic: (FLOPs, share, shapes) → seconds."""
     return {}
 
 
@@ -347,9 +339,7 @@ def _roofline_seconds(
 def _chunked_loss_seconds(
     node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy], shapes: Sequence[tuple[int, ...]]
 ) -> PhaseSeconds:
-    """Seconds of a linear layer and its loss in chunks: of one chunk, times their number.
-
-    The backward computes logits once more, and writes the sums of the gradients of weights per chunk."""
+    """Seconds of a linear layer and its loss in chunks, with logits computed twice."""
     values = dict(zip(node.inputs, shapes, strict=False))
     local = {n: replace(graph.types[n].example, shape=x) for n, x in values.items()}
     rows, target, matrix = (node.argument(name).name for name in ("self", "target", "matrix"))
@@ -443,7 +433,6 @@ class InternalSeconds(NamedTuple):
 
     @property
     def step(self) -> float:
-        """Forward plus backward."""
         return self.forward + self.backward
 
 
@@ -482,11 +471,8 @@ def sparse_gradient_bytes(type_: TensorType, states: Sequence[tuple[Placement, .
 
 
 def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh) -> float:
-    """Seconds of the optimizer's update of a parameter, bound by memory traffic.
-
-    Read: value, gradient, state; written: value, state. A fused kernel updates many parameters, so
-    one pays no launch.
-    """
+    """Seconds of the optimizer's update of a parameter, bound by traffic of value (twice),
+    gradient, state (twice). A fused kernel updates many, so one pays no launch."""
     if not type_.grad or optimizer == "none" or is_ideal_network(mesh):
         return 0.0
     shape, dtype = local_shape(type_.updates.shape, placements, mesh), type_.kept.dtype
@@ -499,11 +485,8 @@ def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Place
 
 
 def _orthogonalization_seconds(whole: tuple[int, ...], held: tuple[int, ...], dtype: torch.dtype, mesh: Mesh) -> float:
-    """A rank's share of Muon's update of a matrix whose shards have shape ``held``; see :func:`autoshard.dealt`.
-
-    The owner gathers parameter and gradient, works in bfloat16, and scatters the parameter. Messages of
-    all matrices go together, so one pays no latency.
-    """
+    """A rank's share of Muon's update (bfloat16) of a matrix of shards ``held``; see
+    :func:`autoshard.dealt`. Messages of all matrices go together, so one pays no latency."""
     if not (flops := orthogonalization_flops(whole)):
         return 0.0
     seconds = mesh.hardware.product_seconds(flops, whole, torch.bfloat16) / mesh.size

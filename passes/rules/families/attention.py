@@ -54,11 +54,9 @@ def weights_shape(node: Node, graph: Graph) -> tuple[int, ...]:
 
 
 def _attention_strategies(node: Node, graph: Graph) -> Space:
-    """Softmax over sharded keys needs the distributed form; all other factors are independent.
-
-    Linear in the value. With fewer key heads than query heads, either both are sharded ("heads"),
-    or only the query heads are ("query heads").
-    """
+    """Softmax over sharded keys needs the distributed form; other factors are independent. Linear
+    in the value. Of fewer key heads than query heads, both are sharded ("heads") or only the
+    latter ("query heads")."""
     shapes = _operand_shapes(node, graph)
     shape = weights_shape(node, graph)
     if graph.shapes(node.outputs)[0][:-2] != shape[:-2]:  # only the value has more batch dims
@@ -197,10 +195,8 @@ def _axes_from_end(site: Site, name: str, from_end: int) -> tuple[str, ...]:
 
 
 def _attention_collectives(site: Site) -> tuple[InternalCollective, ...]:
-    """Row maxima and sums over sharded keys; gathers of key heads that query heads need.
-
-    Stated, not recorded: the run of a ring takes some 20 ms, and a search would make dozens of them.
-    """
+    """Row maxima and sums over sharded keys; gathers of key heads that query heads need. Stated,
+    not recorded: a ring's run takes some 20 ms, and a search would make dozens."""
     node, graph = site.node, site.graph
     found: tuple[InternalCollective, ...] = ()
     group_axes, key_axes = _axes_from_end(site, "key", 3), _axes_from_end(site, "key", 2)

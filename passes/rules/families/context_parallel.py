@@ -1,9 +1,6 @@
-"""Context parallelism: ring attention, keys and values gathered in head chunks, the zigzag order.
-
-In ring attention keys, values and their gradients move around the ranks. The zigzag (load-balanced)
-order gives every rank the same causal work; ranks enter and leave it by swapping half a chunk. The
-kernels are in :mod:`autoshard.runtime.attention.ring` and :mod:`autoshard.runtime.attention.zigzag`.
-"""
+"""Context parallelism: ring attention, keys and values gathered in head chunks, and the zigzag
+(load-balanced) order, which gives every rank equal causal work. Kernels:
+:mod:`autoshard.runtime.attention`."""
 
 from __future__ import annotations
 
@@ -73,12 +70,11 @@ def zigzag_order_ranks(node: Node) -> int:
 
 def sequence_strategies(node: Node, graph: Graph, queries: int, keys: int) -> tuple[Strategy, ...]:
     """Ring attention, head chunks, and with a causal mask zigzag orders and a ring with helpers.
-
     The balanced forms give all ranks equal causal work. No ring if the mask has a gradient. Other
     axes may not shard queries, keys or value features otherwise, so that tiles have a fused kernel.
-    Operands in zigzag order are sharded by as many ranks as the order has. More than 64 ranks share a
-    sequence where each has 128 queries, as many as a fused kernel's tile, and never more than 256.
-    """
+    Operands in zigzag order are sharded by as many ranks as the order has. More than 64 ranks share
+    a sequence where each has 128 queries, as many as a fused kernel's tile, and never more than
+    256."""
     mask, found = node.argument("attn_mask"), list[tuple[str, tuple[str, ...]]]()
     rows = mask is not None and _has_rows(graph.shape(mask), queries)  # would need zigzag order
     causal = band_of(node) == CAUSAL and not rows
@@ -99,8 +95,9 @@ def sequence_strategies(node: Node, graph: Graph, queries: int, keys: int) -> tu
         apart = frozenset((*SEQUENCE_LABELS, "embed")) - {label}
         ranks = zigzag_order_ranks(node) or None
         if ranks is None or label in ZIGZAG_LABELS:
-            size, work = min(length, most, key=int), (f"{label} positions", length)
-            made.append(Strategy(label, placements, (result,), size, divides=True, apart=apart, work=work, ranks=ranks))
+            made.append(
+                Strategy(label, placements, (result,), length, divides=True, apart=apart, most=most, ranks=ranks)
+            )
     return tuple(made)
 
 
@@ -120,10 +117,8 @@ def _has_rows(mask: Sequence[int], queries: int) -> bool:
 def tiled_attention_call(
     site: Site, label: str, operands: tuple[Any, ...], axes: tuple[str, ...], shape: tuple[int, ...]
 ) -> LocalCall:
-    """The runtime's tiled attention; ``label`` "" if keys are unsharded and not in zigzag order.
-
-    ``axes`` shard the queries; ``shape``: global attention matrix [..., queries, keys].
-    """
+    """The runtime's tiled attention over queries sharded by ``axes``; ``label`` "" if keys are
+    unsharded and not in zigzag order; ``shape``: global [..., queries, keys]."""
     node, sharded = site.node, label in SEQUENCE_SHARDED
     spec: dict[str, Any] = {"queries": shape[-2]} if axes or sharded else {}
     spec |= {"keys": shape[-1]} if sharded else {}
@@ -157,11 +152,8 @@ class _HeadChunks(NamedTuple):
 
 
 def _head_chunks(site: Site, axes: tuple[str, ...], keys: int) -> _HeadChunks:
-    """Chunks of keys and values gathered over ``axes``: some heads, or sequences of one head.
-
-    The first chunk is exposed and each has a latency: w seconds on the wire and latency a give w/n
-    + n·a, least for n = √(w/a) chunks.
-    """
+    """Chunks of keys and values gathered over ``axes``: some heads, or sequences of one head. With
+    w seconds on the wire and latency a, n chunks cost w/n + n·a: least for n = √(w/a)."""
     shapes = [_features(site, name) for name in ("query", "key", "value")]
     counts = [s[-2] if len(s) > 1 else 1 for s in shapes]
     sequences = {s[-3] if len(s) > 2 else 1 for s in shapes}
@@ -201,12 +193,10 @@ class AttentionTiling(NamedTuple):
 
 
 def attention_tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> AttentionTiling:
-    """Attention work of the busiest rank under ``choice``.
-
-    Only pairs visible by position count; hidden ones are skipped unless only keys are sharded,
-    where the mask is a tensor. With sharded queries and a causal mask the last rank has most work,
-    unless the order is zigzag. With sharded value features every rank computes all weights.
-    """
+    """Attention work of the busiest rank under ``choice``: pairs visible by position, or all if
+    only keys are sharded (the mask is a tensor). With sharded queries and a causal mask it is
+    the last rank, but in zigzag order. With sharded value features every rank computes all
+    weights."""
     queries, keys = (int(graph.types[name].shape[-2]) for name in node.inputs[:2])
     band, ranks = band_of(node), dict[str, tuple[int, ...]]()
     for strategy, n in zip(choice, mesh.shape, strict=True):
@@ -267,10 +257,7 @@ def tile_padding_ratio(node: Node, graph: Graph, tile: int) -> float:
 
 
 def reordered_elements(node: Node, choice: Sequence[Strategy], shapes: Sequence[tuple[int, ...]]) -> int:
-    """Elements that a rank reorders: operands and results in zigzag order that it holds in full.
-
-    ``shapes``: local ones of operands and the result.
-    """
+    """Elements of zigzag operands and results (``shapes``: local) that a rank holds in full."""
     order, labels = zigzag_order_ranks(node), {s.label for s in choice}
     if not order or ZIGZAG_RING in labels:
         return 0
@@ -335,10 +322,7 @@ def sequence_collectives(site: Site, label: str, queries: int, keys: int) -> tup
 
 
 def _chunk_gathers(site: Site, label: str, keys: int, phase: str) -> list[InternalCollective]:
-    """Head chunks: each gather overlaps the chunk before, each reduce-scatter the one after.
-
-    A backward gather and reduce-scatter share that time.
-    """
+    """Head chunks: gathers overlap the chunk before, reduce-scatters the one after."""
     if label not in CHUNKED_LABELS:
         return []
     axes, dtype = site.axes(label), site.in_type(0).dtype
@@ -364,10 +348,8 @@ def _chunk_gathers(site: Site, label: str, keys: int, phase: str) -> list[Intern
 def _helper_collectives(
     site: Site, axes: tuple[str, ...], longest: tuple[tuple[int, int], ...]
 ) -> tuple[InternalCollective, ...]:
-    """Per step, keys and values or queries are sent to helpers, and results back.
-
-    ``longest_keys``: rows and columns per message. A message overlaps the tile of its step.
-    """
+    """Per step, keys and values or queries are sent to helpers, and results back, while the step's
+    tile runs. ``longest_keys``: rows and columns per message."""
     dtype, ranks = site.in_type(0).dtype, math.prod(site.mesh.size_of(a) for a in axes)
     query, key, value = (math.prod(_features(site, name)) for name in ("query", "key", "value"))
     heads = query // _features(site, "query")[-1]

@@ -134,12 +134,10 @@ def _local_embedding(site: Site) -> LocalCall:
 
 
 def lookup_kernels(node: Node, choice: Sequence[Strategy], ranks: Sequence[int], together: int = 1) -> float:
-    """Kernels of one look-up on a rank, as a fraction where it looks up only its own tables.
-
-    A pooled look-up has one more, a table sharded by rows four: index range, mask, places, zeros.
-    ``together``: grouped look-ups share all but one
-    (:func:`~autoshard.runtime.operations.embedding.pooled_together`).
-    """
+    """Kernels of one look-up on a rank, a fraction where it looks up only its own tables: one more
+    if pooled, four (range, mask, places, zeros) for a table sharded by rows. ``together``:
+    grouped ones share all but one
+    (:func:`~autoshard.runtime.operations.embedding.pooled_together`)."""
     pooled, owned = node.op is pooled_op._opoverload, {TABLE_WISE_LABEL, TABLE_SUMS}
     once = pooled + 4 * any(s.label == "vocab" for s in choice)
     if pooled and owned.isdisjoint(s.label for s in choice):
@@ -148,10 +146,8 @@ def lookup_kernels(node: Node, choice: Sequence[Strategy], ranks: Sequence[int],
 
 
 def grouped_lookups(graph: Graph) -> dict[Hashable, list[Node]]:
-    """Groups of equal, independent look-ups in tables that may be placed table-wise.
-
-    :mod:`autoshard.passes.lower.coalescing` groups the calls in the same way.
-    """
+    """Groups of equal, independent look-ups in possibly table-wise tables, as
+    :mod:`autoshard.passes.lower.coalescing` groups calls."""
     depth: dict[str, int] = {}
     found: dict[Hashable, list[Node]] = {}
     for node in graph.nodes:

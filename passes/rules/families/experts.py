@@ -1,8 +1,5 @@
-"""Mixture of experts: all-to-all dispatch and combine, grouped GEMM, stacked expert weights.
-
-Rows, experts or both are sharded. Where one axis shards both, an all-to-all sends each token to the
-rank of its expert.
-"""
+"""Mixture of experts: grouped GEMM, stacked expert weights. Rows, experts or both are sharded;
+where one axis shards both, all-to-all dispatch and combine."""
 
 from __future__ import annotations
 
@@ -153,10 +150,8 @@ DISPATCH = "exchange"
 
 
 def _expert_strategies(node: Node, graph: Graph) -> Space:
-    """Factors: rows, experts (summed), hidden features (summed), output columns.
-
-    Linear in the routing weights and in the second matrices.
-    """
+    """Factors: rows, experts (summed), hidden features (summed), output columns. Linear in the
+    routing weights and in the second matrices."""
     (*rows, _), _, _, first, _, *biases = graph.shapes(node.inputs)
     named = tuple(f"rows {d}" if d else "rows" for d in range(len(rows)))
     row: Dims = (*named, None)
@@ -212,7 +207,6 @@ def _dispatch_strategy(dim: int, rows: int, experts: int, operands: int) -> Stra
 
 
 def is_dispatch(strategy: Strategy) -> bool:
-    """Whether the strategy uses all-to-all dispatch."""
     return strategy.label.partition(" ")[0] == DISPATCH
 
 

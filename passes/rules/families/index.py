@@ -1,8 +1,6 @@
-"""Look-ups and writes by index tensors: index, gather, scatter, index_add and their kin.
-
-All dims are factors, the indexed one too: each rank serves the part it holds. A look-up then gives
-partial sums, and an accumulating write stays local.
-"""
+"""Look-ups and writes by index tensors: index, gather, scatter, index_add and their kin. All dims
+are factors, the indexed one too: look-ups then give partial sums, accumulating writes stay
+local."""
 
 from __future__ import annotations
 
@@ -41,11 +39,8 @@ from autoshard.runtime.operations.indexing import PART_OF_BATCH
 def _index_factors(
     source: Sequence[int], indices: Sequence[Ref | None], graph: Graph
 ) -> tuple[Dims, list[Dims], Dims, dict[str, int]]:
-    """Advanced indexing: factors of source, index tensors and result, and their lengths.
-
-    Index dims are ``i0, i1, …``, source dims ``d0, d1, …``. Index dims stand at the indexed dims if
-    those are adjacent, else first.
-    """
+    """Advanced indexing: factors of source, index tensors (``i0, i1, …``, at the indexed dims if
+    adjacent, else first) and result, and their lengths."""
     indexed = [d for d, ref in enumerate(indices) if ref is not None]
     shapes = [graph.shape(ref) for ref in indices if ref is not None]
     common = broadcast_shape(*shapes)
@@ -88,10 +83,8 @@ def _sharded_indexed_dims(site: Site) -> list[tuple[int, int, Any]]:
 
 
 def _index_put(node: Node, graph: Graph) -> Space:
-    """Accumulating: index dims are summed, each rank adds to a partial sum of the source.
-
-    Over a sharded indexed dim each rank writes only into its chunk.
-    """
+    """Accumulating: index dims are summed, each rank adds to a partial sum of the source, and over
+    a sharded indexed dim to its chunk only."""
     indices, accumulate = node.argument("indices"), bool(node.argument("accumulate"))
     if _is_masked(indices, graph):
         return unsharded_only(node, graph)
@@ -123,10 +116,8 @@ def _index_select(node: Node, graph: Graph) -> Factors:
 
 
 def _gather_factors(shapes: Sequence[Sequence[int]], dim: int, inner: str | None) -> tuple[list[Dims], dict[str, int]]:
-    """Factors of gather and scatter: dims in which source, index and values have equal length.
-
-    Index and values have factor ``inner`` in ``dim``.
-    """
+    """Factors of gather and scatter: dims of equal length in source, index and values; the latter
+    two have ``inner`` in ``dim``."""
     first = shapes[0]
     equal = [d for d, n in enumerate(first) if d == dim or all(s[d] == n for s in shapes if s)]
     dims: Dims = tuple(f"d{d}" if d in equal else None for d in range(len(first)))

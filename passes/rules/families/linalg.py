@@ -1,8 +1,5 @@
-"""Linear algebra: contractions (linear, matmul, einsum), factorisations, solvers.
-
-Contractions shard every factor. Of factorisations the batch of matrices is sharded, of solvers also
-right-hand sides.
-"""
+"""Linear algebra: contractions (linear, matmul, einsum), which shard every factor; factorisations
+and solvers by batch, solvers also by right-hand sides."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ PRODUCT: Groups = ((0,), (1,))
 
 
 def _contraction_flops(factors: Callable[[Node, Graph], Factors]) -> Callable[[Node, Graph], float]:
-    """FLOPs: 2 · product of all factors."""
     return lambda node, graph: 2.0 * math.prod(factors(node, graph).sizes.values())
 
 
@@ -243,11 +239,8 @@ MATMUL_RULES: tuple[Rule, ...] = (
 
 
 def _batches(*kept: int) -> Callable[[Node, Graph], Factors]:
-    """Leading dims (aligned from the right) are factors; ``kept`` trailing dims are unsharded.
-
-    ``kept`` has one number per operand, then one per result slot. Results of another rank (not
-    asked for) are unsharded.
-    """
+    """Leading dims (aligned from the right) are factors; ``kept``: trailing unsharded dims per
+    operand, then per result slot. Results of another rank (not asked for) are unsharded."""
 
     def factors(node: Node, graph: Graph) -> Factors:
         shapes, results = graph.shapes(node.inputs), graph.shapes(node.outputs)
@@ -280,10 +273,8 @@ def _independent_factors(inputs: Sequence[Dims], outputs: Sequence[Dims], sizes:
 
 
 def _solve_ex(node: Node, graph: Graph) -> Factors:
-    """A X = B or X A = B; results X, (X, info) or (X, LU, pivots, info) by op.
-
-    A right-hand side with one dim less than A is a batch of vectors.
-    """
+    """A X = B or X A = B; results X, (X, info) or (X, LU, pivots, info) by op. A right-hand side
+    with one dim less than A is a batch of vectors."""
     a, b = graph.shapes(node.inputs)
     vectors = len(b) == 1 or (len(a) - 1 == len(b) and a[:-1] == b)
     rest = (2, 1, 0) if "_linalg" in str(node.op) else (0,)

@@ -1,8 +1,5 @@
-"""Losses and softmax: samples, classes or both sharded (vocabulary-parallel cross entropy).
-
-"mean" divides by the global count. Also: CTC loss by samples, and runtime functions that need full
-tensors.
-"""
+"""Losses (CTC, too) and softmax: samples, classes or both sharded (vocabulary-parallel cross
+entropy). "mean" divides by the global count. Also runtime functions that need full tensors."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ CLASSES_LAST, OF_LINEAR = cross_entropy_op, linear_cross_entropy_op
 
 
 def class_dim_of(node: Node, graph: Graph) -> int:
-    """The dim of the logits that holds the classes, or of a linear layer's operand that holds the features."""
+    """The dim of the logits' classes, or of a linear layer's operand's features."""
     rank = len(graph.shape(node.argument("self")))
     return rank - 1 if node.op in (CLASSES_LAST, OF_LINEAR) else min(rank - 1, 1)
 
@@ -88,7 +85,7 @@ def _chunked_cross_entropy(node: Node, graph: Graph) -> Space:
 
 
 def gathered_label(dim: int) -> str:
-    """Label of the strategy that shards classes, and dim ``dim`` of rows that are gathered in chunks."""
+    """Label of the strategy that shards classes and, gathered in chunks, rows along ``dim``."""
     return f"vocab/d{dim}"
 
 

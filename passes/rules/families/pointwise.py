@@ -100,7 +100,6 @@ def _like_operand(node: Node, types: Types) -> tuple[TensorType, ...]:
 
 
 def elementwise_facts(op: OpOverload) -> Facts:
-    """The facts of an elementwise op."""
     name = op._opname
     saves = SAVES.get(str(op).removeprefix("aten."), SAVES.get(name, ""))
     inside = _like_operand if name in ("log_sigmoid", "special_ndtr") else None
@@ -123,7 +122,6 @@ def _takes_tensors(op: OpOverload) -> bool:
 
 
 def elementwise(op: OpOverload, linear: Groups | Callable[[Node, Graph], Groups] = ()) -> Rule:
-    """The rule of an elementwise op with broadcasting."""
     operands = ", ".join(["..."] * len(tensor_arguments(op)))
     return rule(
         op, f"{operands} -> {', '.join(['...'] * len(op._schema.returns))}", linear=linear, facts=elementwise_facts(op)
@@ -135,7 +133,6 @@ def _quotient(node: Node, graph: Graph) -> Groups:
 
 
 def _linear_if_zero(name: str, group: tuple[int, ...]) -> Callable[[Node, Graph], Groups]:
-    """Linear in ``group`` if the constant argument ``name`` is 0."""
     return lambda node, graph: (group,) if node.argument(name) == 0 else ()
 
 

@@ -1,8 +1,5 @@
-"""Reductions, scans (cumsum), counts, top-k, argmax and sort along tensor dims.
-
-Over a sharded dim the ranks combine partial results: sums stay Partial, others gather one result,
-total or candidate per rank.
-"""
+"""Reductions, scans (cumsum), counts, top-k, argmax and sort along tensor dims. Over a sharded dim
+sums stay Partial, others gather one result, total or candidate per rank."""
 
 from __future__ import annotations
 
@@ -104,7 +101,6 @@ def _norm_factors(node: Node, graph: Graph) -> Factors:
 
 
 def _norm_order(node: Node) -> float:
-    """The norm's order, 2 by default."""
     given = node.argument("p", node.argument("ord", None))
     return 2.0 if given is None else float(given)
 

@@ -31,10 +31,8 @@ from autoshard.torch_private.ops import OpOverload
 
 def view_groups(source: Sequence[int], result: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Smallest groups of dims with equal products, left to right, without dims of length 1.
-
     >>> view_groups((2, 12, 5), (2, 3, 4, 5))
-    [((0,), (0,)), ((1,), (1, 2)), ((2,), (3,))]
-    """
+    [((0,), (0,)), ((1,), (1, 2)), ((2,), (3,))]"""
     if 0 in source:
         return []
     a = [d for d, n in enumerate(source) if n != 1]
@@ -81,7 +79,6 @@ def _reshape_factors(node: Node, graph: Graph) -> Factors:
 
 
 def _local_result_shape(site: Site) -> list[int | Local]:
-    """The result's local shape."""
     return site.local_sizes(site.outputs[0], site.out_type().shape)
 
 

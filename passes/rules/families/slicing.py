@@ -52,7 +52,6 @@ def _same_rank_factors(
 
 
 def _named_dims(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
-    """The dims that the op names."""
     return dims_argument(node.argument("dim", node.argument("dims", None)), len(shape))
 
 
@@ -64,10 +63,8 @@ def _last_two(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
 
 
 def _shift_windows(node: Node, graph: Graph) -> tuple[SlidingDim, ...]:
-    """Dims that a slice or pad shifts and that stay sharded, with halos.
-
-    Not if a slice drops half or more: most positions would move to another rank.
-    """
+    """Dims that a slice or pad shifts and that stay sharded, with halos; not if a slice drops half
+    or more, as most positions would move to another rank."""
     (shape,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     shifts = _shifts(node, shape)
     found = (SlidingDim(d, shape[d], result[d], Window(padding=n)) for d, n in shifts.items())

@@ -1,8 +1,5 @@
-"""Splits of a sharded dim; fused dims (q, k, v; gate and up) sharded segment by segment.
-
-A split keeps every segment sharded: ranks exchange halos. With :class:`~autoshard.layout.Grouped`
-each rank holds its chunk of every segment, and the split is local.
-"""
+"""Splits of a sharded dim (ranks exchange halos), and of fused dims (q, k, v; gate and up) sharded
+segment by segment: of a :class:`~autoshard.layout.Grouped` one the split is local."""
 
 from __future__ import annotations
 
@@ -42,7 +39,6 @@ def _split_factors(node: Node, graph: Graph) -> Factors:
 
 
 def split_lengths(node: Node, size: int) -> list[int]:
-    """Lengths of all results of a split."""
     if (given := node.argument("split_sizes", None)) is not None:
         return list(given)
     step = node.argument("split_size", None)

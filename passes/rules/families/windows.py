@@ -1,7 +1,5 @@
-"""Sliding windows: convolution, pooling, interpolation and mirrored pads, with halo exchange.
-
-Samples and channels are factors. Positions are sharded too where neighbouring ranks exchange halos.
-"""
+"""Sliding windows: convolution, pooling, interpolation and mirrored pads. Samples and channels are
+factors, and positions where neighbouring ranks exchange halos."""
 
 from __future__ import annotations
 
@@ -116,9 +114,7 @@ def is_transposed(node: Node) -> bool:
 
 def _convolution(node: Node, graph: Graph) -> Factors:
     """x [n, i, ...], weight [o, i, ...], bias [o]: sums over input channels, bias added once.
-
-    Groups of channels are sharded as units. No rank may be empty: ATen has no empty kernels.
-    """
+    Groups of channels are sharded as units. No rank may be empty: ATen has no empty kernels."""
     x, weight = graph.shape(node.argument("input")), graph.shape(node.argument("weight"))
     slidings = _convolution_windows(node, graph)
     spatial: Dims = tuple(s.factor for s in slidings)
@@ -163,7 +159,6 @@ def _position_padding(node: Node, kernel: tuple[int, ...]) -> list[tuple[int, in
 
 
 def _convolution_windows(node: Node, graph: Graph) -> tuple[SlidingDim, ...]:
-    """The windowed position dims."""
     x, kernel = graph.shape(node.argument("input")), graph.shape(node.argument("weight"))[2:]
     (y,), first = graph.shapes(node.outputs), len(x) - len(kernel)
     padding, dilation = _position_padding(node, kernel), per_position_dim(node, "dilation", len(kernel))

@@ -156,10 +156,8 @@ class Tables:
         return self._compact[a]
 
     def eliminate(self, factors: tuple[FactorSpan, ...], rank: int) -> int:
-        """min over the last of ``rank`` + 1 axes of the sum of ``factors``.
-
-        A factor is (table, ascending axes that it spans); each spans the last axis.
-        """
+        """min over the last of ``rank`` + 1 axes of the sum of ``factors``: (table, ascending axes
+        that it spans, the last included)."""
         return self._remember(("eliminate", factors, rank), lambda: self._eliminate(factors, rank))
 
     def _eliminate(self, factors: tuple[FactorSpan, ...], rank: int) -> Array:
@@ -182,10 +180,8 @@ class Tables:
         return reduced
 
     def _representatives(self, factors: tuple[FactorSpan, ...], axis: int, rank: int) -> tuple[Classes, Classes]:
-        """(representatives of the classes along one axis, class of every index).
-
-        On the eliminated axis a vector only decides which member of a class is cheapest.
-        """
+        """(representatives of the classes along one axis, class of every index). On the eliminated
+        axis a vector only decides which member of a class is cheapest."""
         spanning = [(t, axes) for t, axes in factors if axis in axes]
         keys = [self.classes(t, axes.index(axis)) for t, axes in spanning if len(axes) > 1]
         size = self.arrays[spanning[0][0]].shape[spanning[0][1].index(axis)]
@@ -314,7 +310,6 @@ class Eliminator:
         self.touch(scope)
 
     def touch(self, scope: Scope) -> None:
-        """Join the nodes of ``scope``."""
         for node in scope:
             self.touching[node].add(scope)
             self.around[node].update(scope)
@@ -371,13 +366,10 @@ class Eliminator:
         return order(self.sizes[node], [self.sizes[other] for other in self.around[node]])
 
     def run(self, max_degree: int, max_weight: int, order: Order = by_join, deadline: float = math.inf) -> None:
-        """Eliminate, cheapest first, nodes of at most ``max_degree`` neighbours and ``max_weight``
-        by ``order``.
-
-        Ends at ``deadline``. Ties go to the node with the oldest tables: so equal positions of
-        equal layers follow each other, a chain of equal layers halves again and again, and its
-        tables are memoised.
-        """
+        """Eliminate, cheapest first by ``order``, nodes of at most ``max_degree`` neighbours and
+        ``max_weight``, until ``deadline``. Ties go to the oldest tables: equal positions of
+        equal layers follow each other, so a chain of layers halves again and again, and its
+        tables are memoised."""
         keys = (self._key(node, order, max_degree, max_weight) for node in sorted(self.alive))
         heap = [key for key in keys if key is not None]
         current = {key[-1]: key for key in heap}
@@ -407,7 +399,7 @@ class Eliminator:
         return weight, tuple(sorted([self.factors[scope] for scope in self.touching[node]])), node
 
     def cheapest_order(self, max_weight: int) -> tuple[float, Order]:
-        """(entries of all joins, order): the order with the fewest; infinite if each has a join above ``max_weight``."""
+        """(entries of all joins, order) of the fewest; infinite if all exceed ``max_weight``."""
         return min(((self.joined(order, max_weight), order) for order in ORDERS), key=lambda found: found[0])
 
     def joined(self, order: Order, max_weight: int, sizes: Mapping[int, int] | None = None) -> float:
@@ -459,7 +451,6 @@ class Eliminator:
 
     @property
     def strategies(self) -> int:
-        """Strategies of all remaining nodes."""
         return sum(self.sizes[node] for node in self.alive)
 
     @property
@@ -468,7 +459,6 @@ class Eliminator:
         return sum(float(self.tables.arrays[table]) for table in self.scalars)
 
     def cost(self, choice: dict[int, int]) -> float:
-        """Cost of a choice for all remaining nodes."""
         return self.constant + sum(
             float(self.tables.matrix(table)[tuple(choice[node] for node in scope)])
             for scope, table in sorted(self.factors.items())

@@ -18,7 +18,6 @@ from autoshard.passes.search.network import Array
 
 
 def highs_solver(**options: bool | int | float) -> highspy.Highs:
-    """A solver with these HiGHS options."""
     highs = highspy.Highs()
     for name, value in {"output_flag": False, "random_seed": 0, "threads": 1, **options}.items():
         highs.setOptionValue(name, value)
@@ -41,7 +40,6 @@ Factors = Sequence[tuple[Scope, Array]]
 
 
 def variable_count(factors: Iterable[tuple[Scope, Array]]) -> int:
-    """Variables of the programme."""
     return sum(int(np.isfinite(array).sum()) for _, array in factors)
 
 
@@ -101,12 +99,10 @@ def solve_core(
     most_nodes: int | None = None,
     most_entries: float = math.inf,
 ) -> CoreSolution:
-    """Minimise the sum of vectors and matrices over one strategy per node.
-
-    Variables: x[i, s] binary, y[edge, s, t] ≥ 0 with Σ_t y = x[i, s] and Σ_s y = x[j, t] (local
-    polytope; mostly integral here). ``upper``: ignore costlier choices. ``time_limit``: s;
-    ``most_nodes``: of branch and bound; ``most_entries``: most variables.
-    """
+    """Minimise the sum of vectors and matrices over one strategy per node. Variables: x[i, s]
+    binary, y[edge, s, t] ≥ 0 with Σ_t y = x[i, s] and Σ_s y = x[j, t] (local polytope; mostly
+    integral here). ``upper``: ignore costlier choices. Limits: seconds, nodes of branch and
+    bound, variables."""
     if not factors:
         return CoreSolution({}, 0.0, True)
     least = {scope: float(array.min()) for scope, array in factors}

@@ -1,5 +1,4 @@
 """Pruning of strategies: dead-end elimination, and lower bounds by sequential message passing.
-
 Source: Goldstein, Efficient rotamer elimination applied to protein side-chains (1994); Kolmogorov, Convergent tree-reweighted
 message passing (2006), in the reparametrisation form of SRMP (2015)."""
 
@@ -36,10 +35,8 @@ class Pruner:
         self.most = LIMITS.max_comparisons
 
     def run(self, network: Eliminator, most: int = LIMITS.max_comparisons) -> int:
-        """Remove strategies to a fixed point; returns how many. Factors span at most two nodes.
-
-        ``most``: comparisons per table. Raises PlanError if a node has no feasible strategy.
-        """
+        """Remove strategies to a fixed point (factors of at most two nodes); how many. ``most``:
+        comparisons per table. Raises PlanError if a node has no feasible strategy."""
         if most != self.most:
             self.most = most
             self._kept.clear()
@@ -130,9 +127,7 @@ KnownMessages = dict[tuple[int, int, bytes, bytes], tuple[Array, Array]]
 
 def min_message(table: Array, moved: Array, axis: int) -> Array:
     """min along ``axis`` of a matrix plus ``moved``, a vector along it.
-
-    In blocks: sums that leave the cache before their minimum take twice as long.
-    """
+    In blocks: sums that leave the cache before their minimum take twice as long."""
     step = max(1, BLOCK // table.shape[1])
     if len(table) <= step:
         return broadcast_sum(table, moved if axis == 1 else moved[:, None]).min(axis=axis)
@@ -160,11 +155,8 @@ def deduplicated_entries(network: Eliminator) -> int:
 
 
 class _Edge:
-    """A matrix E[a, b] with costs moved into it: E + into[0][a] + into[1][b].
-
-    Equal slices are stored once. ``table`` is shared by edges with the same table, and ``members``
-    maps each side's strategies to slices.
-    """
+    """A matrix E[a, b] with costs moved into it: E + into[0][a] + into[1][b]. Equal slices are
+    stored once in the shared ``table``; ``members`` maps each side's strategies to slices."""
 
     table: Array
     members: list[Classes]
@@ -239,9 +231,7 @@ class _Edge:
 
 class Dual:
     """A reparametrisation of the core: costs move between nodes and edges, totals stay equal.
-
-    ``bound``, the sum of all tables' minima, is a lower bound of the optimum and never falls.
-    """
+    ``bound``, the sum of all tables' minima, is a lower bound of the optimum and never falls."""
 
     def __init__(self, network: Eliminator, constant: float = 0.0, alike: bool = False, single: bool = False) -> None:
         """``constant``: added to the total; ``alike``: many edges will have equal messages;
@@ -272,11 +262,9 @@ class Dual:
         self.kept: dict[int, Classes] = {i: np.arange(n) for i, n in self.sizes.items()}
 
     def sweep(self, upper: float, deadline: float = math.inf, among: frozenset[int] | None = None) -> bool:
-        """A forward and a backward pass; drops strategies whose bound exceeds ``upper``.
-
-        Returns False if ``deadline`` ends it early. ``among``: the only nodes to visit. Raises
-        PlanError if no choice is feasible.
-        """
+        """A forward and a backward pass; drops strategies whose bound exceeds ``upper``. False if
+        ``deadline`` ends it early. ``among``: nodes to visit. Raises PlanError if no choice is
+        feasible."""
         for order, ahead in ((self.order, self.after), (self.order[::-1], self.before)):
             if self.seen:
                 self.seen.clear()

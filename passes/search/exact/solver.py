@@ -133,10 +133,8 @@ def reduce(run: ExactSearch, comparisons: int = LIMITS.max_comparisons, join: in
 
 
 def tighten(run: ExactSearch) -> None:
-    """Message passing on the core: a lower bound, an incumbent, removal of whatever cannot beat it.
-
-    Ends when the gap is closed, the rest is easily eliminated, or progress stalls.
-    """
+    """Message passing on the core: a lower bound, an incumbent, removal of what cannot beat it,
+    until the gap is closed, the rest is easily eliminated, or progress stalls."""
     dual = Dual(run.network)
     tolerance = 0.0
     tried = dual.strategies
@@ -168,11 +166,9 @@ def tighten(run: ExactSearch) -> None:
 
 
 def try_guesses(run: ExactSearch, dual: Dual) -> None:
-    """Guess that the optimum hardly exceeds the bound. A choice found that cheap is optimal.
-
-    ``dual`` is of the current network. Bounds are mostly tighter than decoded choices, and little
-    remains without strategies and pairs that exceed the guess.
-    """
+    """Guess that the optimum hardly exceeds the bound: little remains without strategies and pairs
+    above the guess, and a choice found that cheap is optimal. ``dual`` is of the current
+    network."""
     gap = run.upper - dual.bound
     for part in GUESSES:
         supposed = dual.bound + part * gap

@@ -45,9 +45,7 @@ def solve_alike(
     prices: RowPrices = None,
 ) -> Solution:
     """The cheapest choice with tied layers, untied where that pays; its bound may be pending.
-
-    ``reduced``: of the tied problem; else see :func:`run_search`.
-    """
+    ``reduced``: of the tied problem; else see :func:`run_search`."""
 
     def proof(at: Array, enough: float = math.inf) -> tuple[float, Callable[[], Choice]]:
         within = float(at @ problem.limits)
@@ -101,11 +99,8 @@ def solve_alike(
 
 
 def generate_columns(search: LagrangianSearch, effort: Effort) -> None:
-    """Column generation: solve among the strategies seen, price all strategies, add the best,
-    repeat.
-
-    Source: Dantzig and Wolfe, Decomposition principle for linear programs (1960).
-    """
+    """Column generation (Dantzig and Wolfe 1960): solve among the strategies seen, price all, add
+    the best, repeat."""
     part, problem = search.part, search.first
     for _ in range(effort.of(LIMITS.column_rounds)):
         seen = np.array(list(search.seen))
@@ -131,10 +126,8 @@ def run_search(
     prices: RowPrices = None,
     reduced: ReducedProblem | None = None,
 ) -> LagrangianSearch:
-    """A finished search for the cheapest choice of ``problem``.
-
-    ``prices``: of the rows, near the best; ``reduced``: the problem's, if known.
-    """
+    """A finished search for the cheapest choice of ``problem``. ``prices``: of the rows, near the
+    best; ``reduced``: the problem's, if known."""
     search = LagrangianSearch(problem, prices, reduced)
     stats = search.stats
     start_search(search, effort)

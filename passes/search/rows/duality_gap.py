@@ -1,5 +1,4 @@
 """Closing the duality gap: single-node moves, mixtures of two near-best choices, branch and bound.
-
 Prices alone change all equal layers at once. Moves of one node fill a limit to the brim; mixtures let k of L equal layers
 choose differently; branching decides the few large choices that do not average out."""
 
@@ -24,9 +23,7 @@ from autoshard.passes.search.rows.stacked import Stacked
 
 def flip_nodes(problem: Stacked, slack: Array, choice: Sequence[int]) -> Choice:
     """``choice`` after moves into the hard limits at least cost, then moves of largest gain.
-
-    ``slack``: tolerated excess per row.
-    """
+    ``slack``: tolerated excess per row."""
     state = _FlipState(problem, slack, choice)
     for _ in range(int(LIMITS.max_flips_per_node * len(problem.sizes))):
         at = state.best()

@@ -169,11 +169,9 @@ class ReducedProblem:
 
 @dataclass
 class ChoicePart:
-    """The choices of ``problem``: their best bound, and the prices that give it.
-
-    ``numbers``: original strategy numbers per node; choices use these. ``mixture``: weights of the
-    cuts whose mean is optimal if choices could be mixed.
-    """
+    """The choices of ``problem``: their best bound, and its prices. ``numbers``: original strategy
+    numbers per node, used in choices. ``mixture``: weights of the cuts whose mean is optimal if
+    choices mix."""
 
     problem: Stacked
     numbers: tuple[Classes, ...]
@@ -199,7 +197,6 @@ class ChoicePart:
         )
 
     def original(self, choice: Sequence[int]) -> Choice:
-        """A choice of the problem in original numbers."""
         return tuple(int(number[s]) for number, s in zip(self.numbers, choice, strict=True))
 
     def renumbered(self, choice: Choice) -> Choice:
@@ -293,11 +290,9 @@ class LagrangianSearch:
 def maximise_bound(
     search: LagrangianSearch, part: ChoicePart, iterations: int, gap: float = CLOSED_GAP, reach: float = 1.0
 ) -> None:
-    """Maximise a part's bound by cutting planes in a box (trust region) around its prices.
-
-    An inherited bound is valid: a subset of choices costs no less. ``reach``: first box, as a share
-    of all possible prices.
-    """
+    """Maximise a part's bound by cutting planes in a box (trust region) around its prices. An
+    inherited bound is valid: a subset of choices costs no less. ``reach``: first box, a share of
+    all prices."""
     count = len(part.problem.limits)
     prices, radius = part.prices, np.full(count, math.inf)
     for step in range(iterations):

@@ -135,11 +135,8 @@ class Tape(Tables):
         return self._joint[key]
 
     def _representatives(self, factors: tuple[FactorSpan, ...], axis: int, rank: int) -> tuple[Classes, Classes]:
-        """(representatives of equal slices along an axis of the join, class of every index).
-
-        On the eliminated axis vectors do not distinguish strategies: the cheapest of a class
-        counts.
-        """
+        """(representatives of equal slices along an axis of the join, class of every index). On the
+        eliminated axis vectors do not distinguish strategies: the cheapest of a class counts."""
         spanning = [(t, axes) for t, axes in factors if axis in axes and (len(axes) > 1 or rank == 0)]
         if not spanning:  # vectors only: each spans this axis
             size = max(len(self.maps[t][0]) for t, _ in factors)

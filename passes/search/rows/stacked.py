@@ -26,10 +26,8 @@ from autoshard.passes.search.network import Array, Choice, CostNetwork, LinearRo
 
 
 class Stacks:
-    """Interned stacks of tables, by identity of their parts first, then by content.
-
-    Matrices store equal slices along an axis once, in order of first appearance.
-    """
+    """Interned stacks of tables, by identity of their parts first, then by content. Matrices store
+    equal slices along an axis once, in order of first appearance."""
 
     def __init__(self) -> None:
         self.arrays: list[Array] = []
@@ -172,11 +170,9 @@ class Stacks:
 
 @dataclass(frozen=True)
 class Stacked:
-    """``factors``: scope (i,) or (i, j), i < j → number of a stack.
-
-    In ``store``: float64 [1 + quantities, n_i], or compact [1 + quantities, n_i, n_j]: cost, then
-    amounts; missing trailing quantities are zero. Row r sums quantity r.
-    """
+    """``factors``: scope (i,) or (i, j), i < j → number in ``store`` of a stack, float64 [1 +
+    quantities, n_i] or compact [1 + quantities, n_i, n_j]: cost, then amounts; missing ones are
+    zero. Row r sums quantity r."""
 
     sizes: tuple[int, ...]
     factors: Mapping[Scope, int]
@@ -331,10 +327,8 @@ def stack_rows(network: CostNetwork, rows: Sequence[LinearRow], stacks: Stacks |
 
 
 def unstacked(problem: Stacked) -> tuple[CostNetwork, tuple[LinearRow, ...]]:
-    """Network and rows as views of the stacks, which forget all other tables.
-
-    So the tables that ``problem`` came from can be released.
-    """
+    """Network and rows as views of the stacks, which forget all other tables, so that the tables
+    that ``problem`` came from can be released."""
     known = {number: problem.store.known_as(number) for number in set(problem.factors.values())}
     count = len(problem.limits)
     problem.store.know(known, count)

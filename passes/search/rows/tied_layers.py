@@ -1,8 +1,6 @@
-"""Tied layers (symmetry): equal layers choose alike, as in a problem of distinct layers.
-
-Its best choice is one of the full problem. Its messages, divided among the copies, bound the full
-problem: to message passing, a layer among equal ones is its own neighbour.
-"""
+"""Tied layers (symmetry): equal layers choose alike. The best such choice is one of the full
+problem; messages, divided among the copies, bound it: to message passing, a layer is its own
+neighbour."""
 
 from __future__ import annotations
 
@@ -57,12 +55,9 @@ def _class_numbers(keys: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def tied_bound(network: CostNetwork, of: Sequence[int], enough: float = math.inf) -> tuple[float, Callable[[], Choice]]:
-    """(lower bound of ``network``, function that decodes a choice from its messages).
-
-    ``of``: node → class. ``enough``: a sufficient bound, such as a known cost: then sweeps around
-    irregular nodes are skipped if final ones cover all nodes, since equal layers often choose
-    alike. Messages are float32, the bound is float64.
-    """
+    """(lower bound of ``network``, decoder of a choice from its messages, which are float32).
+    ``of``: node → class. ``enough``: a sufficient bound (a known cost): then sweeps around
+    irregular nodes are skipped if final ones cover all nodes."""
     whole = Eliminator.of(network, Tables())
     whole.run(max_degree=2, max_weight=LIMITS.quick_join)
     nodes = sorted(whole.alive)
