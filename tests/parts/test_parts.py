@@ -394,7 +394,7 @@ def test_a_plan_of_parts_claims_no_bound_and_no_part_of_the_memory() -> None:
     model, args = made("matching")
     sharded = autoshard.compile(model, ideal(AXES), args)
     assert sharded.plan.lower_bound == 0
-    assert sharded.plan.memory.peak == sum(p.memory.peak for p in sharded.plans.values())
+    assert max(p.memory.peak for p in sharded.plans.values()) < sharded.plan.memory.peak
     assert sum(sharded.plan.memory.at_peak.values()) == pytest.approx(sharded.plan.memory.peak)
 
 

@@ -22,6 +22,7 @@ from autoshard.layout import Layout
 from autoshard.module.model.closures import deepcopy_functions, held_in_attributes, ids_in_model, plain_memo
 from autoshard.module.model.hooks import HOOK_FLAGS, HOOK_KINDS, SET_LATER, take_later
 from autoshard.module.model.submodules import ShardedSubmodule, kept_attributes
+from autoshard.module.parts.memory import PartLimits
 from autoshard.module.parts.plans import FlopCount
 from autoshard.module.parts.tensors import PlainTensors
 from autoshard.passes.capture.exported.plain_objects import FieldGuards
@@ -65,8 +66,9 @@ class Between:
         """path → module that ran eagerly in the last call"""
         self.programs: dict[Any, list[Any]] = {}
         """programs by text of the graph: modules of equal structure share one"""
-        self.times: Counter[str] = Counter()
-        """path → calls of its part in the last call"""
+        self.calls: list[str] = []
+        """paths of the parts that the last call ran, in order"""
+        self.limits = PartLimits(self, sharded._settings.opts.budget(sharded.mesh.hardware))
         self.flops: float | None = None
         """FLOPs of products in the forward of plain code, in the first call"""
         self._count: FlopCount | None = None
@@ -112,6 +114,11 @@ class Between:
                 own["forward"] = _Forward(self, path, module.forward)
         self._show()
 
+    @property
+    def times(self) -> Counter[str]:
+        """Path → calls of its part in the last call."""
+        return Counter(self.calls)
+
     # --- calls ---
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = "") -> Any:
@@ -121,7 +128,7 @@ class Between:
             module.training = parts[name].training
             self._take_hooks(module.__dict__, parts[name].__dict__)
             self._take_attributes(name, module.__dict__)
-        self.used, self.own, self.times = {}, {}, Counter()
+        self.used, self.own, self.calls = {}, {}, []
         before = dict(self.refused)
         within, self.thread = self.thread, threading.get_ident()
         self.plain.renew()
@@ -246,14 +253,16 @@ class Between:
         try:
             with contextlib.nullcontext() if self._count is None else without_dispatch_modes():
                 found = part.run_as_part(args, kwargs)
+        except BudgetError as error:
+            raise self.limits.fails(path, error, torch.is_grad_enabled()) from error
         except AutoshardError as error:
-            if not is_untraceable(error) and (isinstance(error, BudgetError) or not isinstance(error, _NO_PROGRAM)):
+            if not is_untraceable(error) and not isinstance(error, _NO_PROGRAM):
                 raise
             self.refused[path, mode] = error
             self.own[path] = type(module).__name__
             return plain(*args, **kwargs)
         self.used[path] = part
-        self.times[path] += 1
+        self.calls.append(path)
         return found
 
     def _mode(self, path: str) -> Any:
@@ -329,18 +338,16 @@ class Between:
         self.sharded.relay(new)
         self.plain.laid_out |= new.keys()
 
-    def replicate(self, kept: Mapping[str, torch.Tensor]) -> None:
-        """Replicate the tensors that plain code reads and parts have sharded; the parts compile again.
-
-        ``kept``: full tensors by name.
-        """
+    def replicate(self, kept: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
+        """Replicate tensors that parts have sharded; the parts compile again. ``kept``: full tensors by name."""
         sharded, whole = self.sharded, Layout(self.sharded._program_mesh)
-        names = list(self._also_named(self.plain.read & self.plain.laid_out))
+        names = list(self._also_named(names))
         for path in [path for path in sharded._inner_modules if any(n.startswith(f"{path}.") for n in names)]:
             del sharded._inner_modules[path]
         sharded.relay(dict.fromkeys(names, whole), kept)
         self.plain.laid_out -= {*names}
         self._seen.clear()
+        self.programs.clear()
 
 
 class _Forward:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from torch.utils.flop_counter import flop_registry
 
 from autoshard.errors import PlanError
-from autoshard.passes.ir.memory import Memory
+from autoshard.module.parts.memory import memory_of_parts
 from autoshard.plans.plan import Plan
 from autoshard.torch_private.autograd import current_backward
 from autoshard.torch_private.dispatch import TorchDispatchMode
@@ -47,7 +46,8 @@ def whole_plan(sharded: Any) -> Plan:
     added = "compute_s comm_s total_s flops flops_per_rank local_s merged_s exposed_s".split()
     sums = {name: sum(times[path] * getattr(plan.cost, name) for path, plan in plans.items()) for name in added}
     sums |= {name: sums[name] + own for name in ("flops", "flops_per_rank")}
-    sums |= {name: sum(getattr(plan.cost, name) for plan in each) for name in ("optimizer_s", "memory_bytes")}
+    memory = memory_of_parts(sharded, plans)
+    sums |= {"optimizer_s": sum(plan.cost.optimizer_s for plan in each), "memory_bytes": memory.peak}
     cost = replace(each[0].cost, **sums, lower_bound=0.0)  # each part has a bound, their choice has none
     chosen = {
         named(path, name): replace(
@@ -74,7 +74,8 @@ def whole_plan(sharded: Any) -> Plan:
         choices=chosen,
         collectives=collectives,
         cost=cost,
-        memory=_memory_of([plan.memory for plan in each]),
+        memory=memory,
+        memory_budget=sharded._between.limits.budget,
         outputs=(),
         recomputed=(),
         baselines=(),
@@ -82,14 +83,6 @@ def whole_plan(sharded: Any) -> Plan:
         training=any(plan.training for plan in each),
         title=sharded._title,
     )
-
-
-def _memory_of(parts: Sequence[Memory]) -> Memory:
-    """Memory as if all parts were at their peak at once: what one saves is there while others run."""
-    names = "parameters gradients optimizer buffers activations temporaries peak gathered".split()
-    sums = {name: sum(getattr(part, name) for part in parts) for name in names}
-    at_peak = sum((Counter(dict(part.at_peak)) for part in parts), Counter())
-    return Memory(**sums, at_peak=dict(at_peak), moment="all parts at their peaks")
 
 
 def _flops_as_written(sharded: Any) -> float:

@@ -349,6 +349,9 @@ class CompilingModule(FixedModule):
         if first and self._part_of is not None:
             between, path = self._part_of
             known = replace(known, parameters=between.fixed_layouts(path, self) or None)
+        if self._part_of is not None:
+            between, path = self._part_of
+            opts = between.limits.applied(opts, path, call.state.recorded)
         args, kwargs = self._whole(args, kwargs)
         with self._original_model.as_it_is(self._check, self._whole_buffer) as model:
             if first:
