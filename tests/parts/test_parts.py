@@ -430,3 +430,29 @@ def test_outputs_of_parts_have_the_memory_order_of_eager() -> None:
     sharded = autoshard.compile(model, ideal(AXES))
     with torch.no_grad():
         torch.testing.assert_close(sharded(x := torch.randn(4, 6, 8)), model(x))
+
+
+class Pairs(nn.Module):
+    """A loss over all pairs of rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.T).softmax(-1).square().mean()
+
+
+class Contrasted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.loss, self.small = nn.Linear(8, 8), Pairs(), Pairs()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.body(x)
+        return self.loss(found) + self.small(found[:2]) if float(x.sum()) < 1e9 else found
+
+
+def test_a_module_without_parameters_that_has_most_of_the_products() -> None:
+    for parts, expected in (("auto", ("body", "loss")), (["loss"], ("loss",)), (["body"], ("body",))):
+        found = outcome(Family(Contrasted, lambda: (torch.randn(64, 8),)), AXES, parts=parts)
+        assert (found.verdict, found.parts) == ("equal", expected), found.said
+        assert found.divided == pytest.approx(1.0, abs=0.01) or parts != "auto"
+    plan = found.sharded.plan
+    assert plan.cost.flops == found.sharded.plans["body"].cost.flops + 3 * (2 * 64 * 64 * 8 + 2 * 2 * 2 * 8)

@@ -23,7 +23,7 @@ from autoshard.module.model.closures import deepcopy_functions, held_in_attribut
 from autoshard.module.model.hooks import HOOK_FLAGS, HOOK_KINDS, SET_LATER, take_later
 from autoshard.module.model.submodules import ShardedSubmodule, kept_attributes
 from autoshard.module.parts.memory import PartLimits
-from autoshard.module.parts.plans import FlopCount
+from autoshard.module.parts.plans import FlopCount, share_of_flops
 from autoshard.module.parts.tensors import PlainTensors
 from autoshard.passes.capture.exported.plain_objects import FieldGuards
 from autoshard.passes.capture.exported.snapshots import parameters_of, replace_in_attributes
@@ -35,6 +35,9 @@ EAGER_MARK = "_autoshard_eager"
 
 MAX_FIXED_SHAPES = 4
 """programs of a part before its next one is for all lengths: values decide shapes (masks, mined pairs)"""
+
+HEAVY_SHARE = 0.05
+"""share of the FLOPs from which a module without parameters is tried as a part: a trace takes about a second"""
 
 _NO_PROGRAM = PlanError, RuleError, LayoutError
 
@@ -71,6 +74,10 @@ class Between:
         self.limits = PartLimits(self, sharded._settings.opts.budget(sharded.mesh.hardware))
         self.flops: float | None = None
         """FLOPs of products in the forward of plain code, in the first call"""
+        self.products: Counter[str] = Counter()
+        """path of a module without parameters → FLOPs of products in its forward, in the first call"""
+        self.heavy: set[str] = set()
+        """those of ``products`` that are tried as parts: they have a large share of all FLOPs"""
         self._count: FlopCount | None = None
         self.called = False
         """whether a call has ended: an optimizer may hold the parameters"""
@@ -184,6 +191,7 @@ class Between:
             yield
             return
         self._count = FlopCount()
+        self.products.clear()
         try:
             with self._count:
                 yield
@@ -205,7 +213,7 @@ class Between:
     def copied(self, sharded: Any, memo: dict[int, Any]) -> Between:
         """The code between the parts of ``sharded``, a deep copy."""
         made = Between(sharded)
-        made.refused, made.flops = dict(self.refused), self.flops
+        made.refused, made.flops, made.heavy = dict(self.refused), self.flops, {*self.heavy}
         made.plain.read, made.plain.laid_out = {*self.plain.read}, {*self.plain.laid_out}
         for path, module in self.modules.items():
             made.modules[path].__dict__.update(copy.deepcopy(kept_attributes(module), memo))
@@ -240,8 +248,7 @@ class Between:
         mode = self._mode(path)
         are_set = self.plain.are_replaced(path) or self._has_set(path)
         if mode is None or (path, mode) in self.refused or not self._may_be_part(path) or are_set:
-            self.own[path] = type(module).__name__
-            return plain(*args, **kwargs)
+            return self._run_plain(path, plain, args, kwargs)
         part = self._part(path)
         if len(part._executables) == MAX_FIXED_SHAPES and not part._settings.dynamic:
             object.__setattr__(part, "_settings", replace(part._settings, dynamic=True))
@@ -259,11 +266,30 @@ class Between:
             if not is_untraceable(error) and not isinstance(error, _NO_PROGRAM):
                 raise
             self.refused[path, mode] = error
-            self.own[path] = type(module).__name__
-            return plain(*args, **kwargs)
+            return self._run_plain(path, plain, args, kwargs)
         self.used[path] = part
         self.calls.append(path)
         return found
+
+    def _run_plain(self, path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.own[path] = type(self.modules[path]).__name__
+        count = self._count
+        if count is None or self._has_parameters(path):
+            return plain(*args, **kwargs)
+        before = count.flops
+        found = plain(*args, **kwargs)
+        self.products[path] += int(count.flops - before)
+        return found
+
+    def finds_heavy(self) -> bool:
+        """Whether the first call has shown modules without parameters that may be parts: FLOPs are counted again."""
+        found = {path for path, n in self.products.items() if share_of_flops(self.sharded, n) >= HEAVY_SHARE}
+        self.products.clear()
+        if self.flops is None or self.sharded._settings.parts != "auto" or found <= self.heavy:
+            return False
+        self.heavy |= found
+        self.flops = None
+        return True
 
     def _mode(self, path: str) -> Any:
         """What a refusal holds for: the modes of the module's submodules and grad mode; None: no part here."""
@@ -287,6 +313,9 @@ class Between:
             return False
         if patterns != "auto":
             return any(matches_part(path, pattern) for pattern in patterns)
+        return path in self.heavy or self._has_parameters(path)
+
+    def _has_parameters(self, path: str) -> bool:
         return any(name.startswith(f"{path}.") for name in self.sharded._original_model.parameters)
 
     def _part(self, path: str) -> Any:

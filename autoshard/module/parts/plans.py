@@ -91,6 +91,14 @@ def _flops_as_written(sharded: Any) -> float:
     return passes * float(sharded._between.flops or 0)
 
 
+def share_of_flops(sharded: Any, flops: float) -> float:
+    """Share of the last call's FLOPs; ``flops``: of products in a forward of plain code."""
+    plans, times = plans_of(sharded), sharded._between.times
+    own = _flops_as_written(sharded)
+    whole = own + sum(times[path] * plan.cost.flops for path, plan in plans.items())
+    return own * flops / (sharded._between.flops * whole) if own else 0.0
+
+
 def summary(sharded: Any) -> str:
     """One line: what runs eagerly and why, how many parts are sharded, and their share of the FLOPs."""
     between, plans = sharded._between, plans_of(sharded)

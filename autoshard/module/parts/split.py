@@ -107,6 +107,8 @@ def _rehearse(sharded: Any, between: Between, args: tuple[Any, ...], kwargs: dic
             elif again or (free and between.used and limits.is_exceeded(plans_of(sharded), rounds)):
                 rounds, again = rounds + 1, True
                 between.replicate(kept, {*plain.laid_out})
+            else:
+                again = between.finds_heavy()
             between.renew()
     finally:
         plain.rehearses = False
@@ -128,6 +130,7 @@ def _run(sharded: Any, between: Between, args: tuple[Any, ...], kwargs: dict[str
 def _called(sharded: Any, between: Between, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One call whose writes stay."""
     outputs = _run(sharded, between, args, kwargs)
+    between.finds_heavy()
     between.show_added()
     return outputs
 
