@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -246,17 +247,60 @@ def test_verify_compares_across_parts() -> None:
     assert report.ok, str(report)
 
 
-def test_an_error_of_ours_leaves_the_model_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.internal_errors
+def test_an_error_of_ours_leaves_the_model_to_eager(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told once; a flag, which is set in tests, raises it."""
+
     def fails(*_: Any, **__: Any) -> Any:
         raise KeyError("a strategy")
 
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).double(), torch.randn(4, 8).double()
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double(), torch.randn(4, 8).double()
     monkeypatch.setattr(compiler, "search_graph", fails)
-    with pytest.raises(CaptureError, match=r"KeyError: 'a strategy' \(test_parts\.py:\d+\)\. Please report"):
+    said = r"KeyError: 'a strategy' \(test_parts\.py:\d+\)\. Please report"
+    with pytest.raises(CaptureError, match=said):
         autoshard.compile(model, ideal(AXES), (x,), parts=None)
     sharded = autoshard.compile(model, ideal(AXES), (x,))
     assert sharded.parts == ()
     torch.testing.assert_close(sharded(x), model(x), rtol=0, atol=0)
+    told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("modules run eagerly")]
+    assert len(told) == 1
+    assert re.search(said, told[0])
+    monkeypatch.setenv("AUTOSHARD_CHECK", "errors")
+    with pytest.raises(CaptureError, match=said) as error:
+        autoshard.compile(model, ideal(AXES), (x,))
+    assert "in fails" in "".join(traceback.format_exception(error.value))
+
+
+@pytest.mark.internal_errors
+def test_the_note_has_errors_of_ours_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = compiler.search_graph
+
+    def fails(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        if "sigmoid" in str(graph):
+            raise KeyError("a part")
+        return real(graph, *args, **kwargs)
+
+    monkeypatch.setattr(compiler, "search_graph", fails)
+    model = Branched().double()
+    sharded = autoshard.compile(model, ideal(AXES), (torch.randn(4, 8).double(),))
+    assert sharded.parts == ("other",)
+    assert re.search(r"KeyError: 'a part' \(test_parts\.py:\d+\)\. Please report", sharded.plan.notes[0])
+
+
+class Branched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Gated(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if float(x.sum()) > 1e9 else self.other(self.one(x))
+
+
+class Gated(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sigmoid()
 
 
 class Scaled(nn.Module):

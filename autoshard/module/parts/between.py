@@ -6,6 +6,8 @@ import contextlib
 import copy
 import fnmatch
 import functools
+import logging
+import os
 import sys
 import threading
 from collections import Counter
@@ -29,6 +31,9 @@ from autoshard.passes.capture.exported.plain_objects import FieldGuards
 from autoshard.passes.capture.exported.snapshots import parameters_of, replace_in_attributes
 from autoshard.torch_private.autograd import forward_level, peek_interpreter_stack
 from autoshard.torch_private.dispatch import without_dispatch_modes
+
+log = logging.getLogger("autoshard")
+program_log = logging.getLogger("autoshard.programs")
 
 EAGER_MARK = "_autoshard_eager"
 """attribute of modules that :func:`eager` keeps out of the parts"""
@@ -418,5 +423,21 @@ def matches_part(path: str, pattern: str) -> bool:
 
 
 def is_untraceable(error: BaseException | None) -> bool:
-    """Whether ``error`` says that a program cannot be made, so that the module may still run eagerly."""
-    return isinstance(error, AutoshardError) and error.untraceable
+    """Whether ``error`` says that a program cannot be made, so that the module may still run eagerly.
+
+    An error of autoshard itself is told, and AUTOSHARD_CHECK=errors raises it.
+    """
+    if not isinstance(error, AutoshardError) or not error.untraceable:
+        return False
+    if not error.is_internal:
+        return True
+    if "errors" in os.environ.get("AUTOSHARD_CHECK", "").split(","):
+        return False
+    _tell_once(str(error))
+    program_log.info("an error of autoshard", exc_info=error)
+    return True
+
+
+@functools.cache
+def _tell_once(text: str) -> None:
+    log.warning("modules run eagerly: %s. AUTOSHARD_CHECK=errors raises it", text)

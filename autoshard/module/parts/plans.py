@@ -103,12 +103,13 @@ def summary(sharded: Any) -> str:
     """One line: what runs eagerly and why, how many parts are sharded, and their share of the FLOPs."""
     between, plans = sharded._between, plans_of(sharded)
     reason = str(next(e for (path, _), e in reversed(between.refused.items()) if not path)).split(". ")[0]
+    ours = dict.fromkeys(str(e) for (path, _), e in between.refused.items() if path and e.is_internal)
     names = dict.fromkeys(path for path, mode in between.refused if path in between.own)
     also = f" ({', '.join(names)}, too)" if names else ""
     inside = sum(between.times[path] * plan.cost.flops for path, plan in plans.items())
     share = inside / (inside + _flops_as_written(sharded)) if inside else 0.0
     count = f"{len(plans)} part{'s are' if len(plans) != 1 else ' is'} sharded"
-    return f"the code between parts runs eagerly{also}: {reason}; {count}, {share:.1%} of the FLOPs"
+    return f"the code between parts runs eagerly{also}: {reason}; {count}, {share:.1%} of the FLOPs{'; '.join(['', *ours])}"
 
 
 @functools.cache

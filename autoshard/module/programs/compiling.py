@@ -282,7 +282,7 @@ class CompilingModule(FixedModule):
                     found = self._build(call, call.key(exactly=False))
             except CaptureError as error:
                 said = with_changed_dtypes(error, self.programs, call.leaves)
-                said.untraceable = not isinstance(error, SharedStateError)
+                said.untraceable, said.is_internal = not isinstance(error, SharedStateError), error.is_internal
                 raise said from (error.__cause__ if said is error else error)  # never its own cause
             adopted = replace(call, state=self._state(call.leaves, call.state.recorded, call.state.grad))
             if found.structure is not None:

@@ -39,7 +39,7 @@ _POSITIVE_MASK = (1 << 62) - 1
 
 RESTART_ADVICE = "an earlier call stopped between its collectives: restart all processes"
 
-RANK_CHECKS = ("inputs", "replicas")
+RANK_CHECKS = ("inputs", "replicas", "errors")
 """names for AUTOSHARD_CHECK"""
 
 
