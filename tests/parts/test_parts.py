@@ -498,5 +498,11 @@ def test_a_module_without_parameters_that_has_most_of_the_products() -> None:
         found = outcome(Family(Contrasted, lambda: (torch.randn(64, 8),)), AXES, parts=parts)
         assert (found.verdict, found.parts) == ("equal", expected), found.said
         assert found.divided == pytest.approx(1.0, abs=0.01) or parts != "auto"
+    in_plain_code = 3 * (2 * 64 * 64 * 8 + 2 * 2 * 2 * 8)
     plan = found.sharded.plan
-    assert plan.cost.flops == found.sharded.plans["body"].cost.flops + 3 * (2 * 64 * 64 * 8 + 2 * 2 * 2 * 8)
+    assert plan.cost.flops == found.sharded.plans["body"].cost.flops + in_plain_code
+    sharded = autoshard.compile(Contrasted(), ideal(AXES))
+    for parts in (("body",), ("body", "loss")):  # the first call shows it
+        sharded(torch.randn(64, 8)).backward()
+        assert sharded.parts == parts
+        assert sharded.plan.cost.flops == plan.cost.flops

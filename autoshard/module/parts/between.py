@@ -79,6 +79,8 @@ class Between:
         self.limits = PartLimits(self, sharded._settings.opts.budget(sharded.mesh.hardware))
         self.flops: float | None = None
         """FLOPs of products in the forward of plain code, in the first call"""
+        self._counts = True
+        """whether the next call counts FLOPs: the first, and the first with ``heavy`` parts"""
         self.products: Counter[str] = Counter()
         """path of a module without parameters → FLOPs of products in its forward, in the first call"""
         self.heavy: set[str] = set()
@@ -192,7 +194,7 @@ class Between:
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
         """Count the FLOPs of plain code in the first call."""
-        if self.flops is not None:
+        if not self._counts:
             yield
             return
         self._count = FlopCount()
@@ -200,7 +202,7 @@ class Between:
         try:
             with self._count:
                 yield
-            self.flops = self._count.flops
+            self.flops, self._counts = self._count.flops, False
         finally:
             self._count = None
 
@@ -219,6 +221,7 @@ class Between:
         """The code between the parts of ``sharded``, a deep copy."""
         made = Between(sharded)
         made.refused, made.flops, made.heavy = dict(self.refused), self.flops, {*self.heavy}
+        made._counts = self._counts
         made.plain.read, made.plain.laid_out = {*self.plain.read}, {*self.plain.laid_out}
         for path, module in self.modules.items():
             made.modules[path].__dict__.update(copy.deepcopy(kept_attributes(module), memo))
@@ -290,10 +293,10 @@ class Between:
         """Whether the first call has shown modules without parameters that may be parts: FLOPs are counted again."""
         found = {path for path, n in self.products.items() if share_of_flops(self.sharded, n) >= HEAVY_SHARE}
         self.products.clear()
-        if self.flops is None or self.sharded._settings.parts != "auto" or found <= self.heavy:
+        if self.sharded._settings.parts != "auto" or found <= self.heavy:
             return False
         self.heavy |= found
-        self.flops = None
+        self._counts = True
         return True
 
     def _mode(self, path: str) -> Any:
