@@ -40,6 +40,7 @@ from autoshard.module.inputs import (
     report_global_inputs,
     with_batch_size,
 )
+from autoshard.module.model.inner_tensors import with_inner_tensors
 from autoshard.module.model.original import any_requires_grad
 from autoshard.module.parts.between import kept_out
 from autoshard.module.parts.split import prepare_parts
@@ -195,6 +196,7 @@ def compile(  # noqa: A001  the public name
     kinds = {"plan": plan, "training": training, "gather_outputs": gather_outputs, "strict": strict, "dynamic": dynamic}
     check_arguments(model, example_args, example_kwargs, hints=hints, **kinds)
     check_inputs(inputs)
+    model = with_inner_tensors(model)
     # kept for later calls, which compile with them
     asked = copy_containers((like, hints, recompute, dynamic, inputs, profile))
     like, hints, recompute, dynamic, inputs, profile = asked
@@ -390,6 +392,7 @@ def plan(
     kinds = {"hints": hints, "training": training, "strict": strict, "dynamic": dynamic}
     check_arguments(model, example_args, example_kwargs, **kinds)
     check_inputs(inputs)
+    model = with_inner_tensors(model)
     if not example_args and not example_kwargs:
         raise CaptureError(
             "autoshard.plan needs example inputs to capture the model: pass example_args=(…) or example_kwargs={…}"

@@ -58,10 +58,12 @@ def named_errors() -> Iterator[None]:
         raise
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        raise CaptureError(
+        said = CaptureError(
             f"the model cannot be compiled: {type(error).__name__}: {error} ({os.path.basename(last.filename)}:"
             f"{last.lineno}). Please report it as an error of autoshard"
-        ) from error
+        )
+        said.is_internal = True
+        raise said from error
 
 
 @named_errors()

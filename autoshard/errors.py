@@ -6,6 +6,8 @@ class AutoshardError(Exception):
 
     untraceable = False
     """whether there is no program for a call, so that the module may still run eagerly"""
+    is_internal = False
+    """whether the cause is an error of autoshard itself"""
 
 
 class MeshError(AutoshardError, ValueError):

@@ -60,6 +60,13 @@ def one_graph(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setitem(autoshard.compile.__kwdefaults__, "parts", None)
 
 
+@pytest.fixture(autouse=True)
+def errors_of_ours(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of autoshard fails a test that does not ask for it: parts would hide it."""
+    if not request.node.get_closest_marker("internal_errors"):
+        monkeypatch.setenv("AUTOSHARD_CHECK", "errors")
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:

@@ -27,6 +27,7 @@ from autoshard.check.reference import (
 from autoshard.errors import AutoshardError, RuntimeMismatchError
 from autoshard.mesh import MeshLike
 from autoshard.module.arguments import check_arguments
+from autoshard.module.model.inner_tensors import with_inner_tensors
 from autoshard.module.sharded_module import ShardedModule
 from autoshard.plans.plan import Plan
 
@@ -165,7 +166,7 @@ def verify(
     check_arguments(model, example_args, example_kwargs)
     if steps < 1:
         raise AutoshardError(f"steps is {steps!r}: at least one step is needed to compare anything")
-    example = tuple(example_args), dict(example_kwargs or {})
+    example, model = (tuple(example_args), dict(example_kwargs or {})), with_inner_tensors(model)
     if options.get("plan") is None and _dtype_of(model) == torch.float64 and _runs_in_float64(model, example):
         with upcasts_in_float64():
             return _verified(model, mesh, example, rtol, atol, steps, options)

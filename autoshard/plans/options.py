@@ -53,6 +53,8 @@ class CompileOptions:
     AUTO: the cheapest number"""
     exact_dropout: bool | None = None
     """whether dropout drops what one device drops; None: not on accelerators, where fused kernels drop"""
+    held: float = 0.0
+    """bytes per rank that other parts of the model hold meanwhile"""
     quick: bool = False
     """few searches, and no lower bound: for plans that are only compared"""
 
@@ -121,7 +123,9 @@ class CompileOptions:
         return self.plan.micro_batches if self.plan.staged is None else self.plan.staged.micro_batches
 
     def budget(self, hardware: Hardware) -> float:
-        return DEFAULT_BUDGET_SHARE * hardware.memory_bytes if self.memory_budget is None else self.memory_budget
+        """Memory budget of a rank in bytes, without what is held."""
+        whole = DEFAULT_BUDGET_SHARE * hardware.memory_bytes if self.memory_budget is None else self.memory_budget
+        return max(1.0, whole - self.held)
 
     @property
     def parts(self) -> int:

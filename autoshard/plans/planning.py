@@ -156,13 +156,13 @@ def _search(
         try:
             planner = make_planner(graph, mesh, opts, strategy, known, settings)
             baselines = baseline_strategies(graph, mesh, strategy)
-            return strategy, *search_within_memory(planner, opts.memory_budget, baselines, opts.quick)
+            return strategy, *search_within_memory(planner, opts.budget(mesh.hardware), baselines, opts.quick)
         except InfeasibleStrategyError:
             if not known.later:
                 raise
         strategy = given_up(strategy)
         planner = make_planner(graph, mesh, opts, strategy, known, settings)
-        return strategy, *search_within_memory(planner, opts.memory_budget, quick=opts.quick)
+        return strategy, *search_within_memory(planner, opts.budget(mesh.hardware), quick=opts.quick)
 
 
 def make_planner(

@@ -157,7 +157,8 @@ def unknown_check() -> None:
     with checks("weights"):
         assert_all_raise(
             PlanError,
-            "AUTOSHARD_CHECK=weights is not known. Known: inputs, replicas; an interval is set by a number, as in replicas=100",
+            "AUTOSHARD_CHECK=weights is not known. Known: inputs, replicas, errors; an interval is set by a number, "
+            "as in replicas=100",
             lambda: compiled(Net(), X),
         )
 

@@ -6,6 +6,8 @@ import contextlib
 import copy
 import fnmatch
 import functools
+import logging
+import os
 import sys
 import threading
 from collections import Counter
@@ -22,18 +24,25 @@ from autoshard.layout import Layout
 from autoshard.module.model.closures import deepcopy_functions, held_in_attributes, ids_in_model, plain_memo
 from autoshard.module.model.hooks import HOOK_FLAGS, HOOK_KINDS, SET_LATER, take_later
 from autoshard.module.model.submodules import ShardedSubmodule, kept_attributes
-from autoshard.module.parts.plans import FlopCount
+from autoshard.module.parts.memory import PartLimits
+from autoshard.module.parts.plans import FlopCount, share_of_flops
 from autoshard.module.parts.tensors import PlainTensors
 from autoshard.passes.capture.exported.plain_objects import FieldGuards
 from autoshard.passes.capture.exported.snapshots import parameters_of, replace_in_attributes
 from autoshard.torch_private.autograd import forward_level, peek_interpreter_stack
 from autoshard.torch_private.dispatch import without_dispatch_modes
 
+log = logging.getLogger("autoshard")
+program_log = logging.getLogger("autoshard.programs")
+
 EAGER_MARK = "_autoshard_eager"
 """attribute of modules that :func:`eager` keeps out of the parts"""
 
 MAX_FIXED_SHAPES = 4
 """programs of a part before its next one is for all lengths: values decide shapes (masks, mined pairs)"""
+
+HEAVY_SHARE = 0.05
+"""share of the FLOPs from which a module without parameters is tried as a part: a trace takes about a second"""
 
 _NO_PROGRAM = PlanError, RuleError, LayoutError
 
@@ -65,10 +74,17 @@ class Between:
         """path → module that ran eagerly in the last call"""
         self.programs: dict[Any, list[Any]] = {}
         """programs by text of the graph: modules of equal structure share one"""
-        self.times: Counter[str] = Counter()
-        """path → calls of its part in the last call"""
+        self.calls: list[str] = []
+        """paths of the parts that the last call ran, in order"""
+        self.limits = PartLimits(self, sharded._settings.opts.budget(sharded.mesh.hardware))
         self.flops: float | None = None
         """FLOPs of products in the forward of plain code, in the first call"""
+        self._counts = True
+        """whether the next call counts FLOPs: the first, and the first with ``heavy`` parts"""
+        self.products: Counter[str] = Counter()
+        """path of a module without parameters → FLOPs of products in its forward, in the first call"""
+        self.heavy: set[str] = set()
+        """those of ``products`` that are tried as parts: they have a large share of all FLOPs"""
         self._count: FlopCount | None = None
         self.called = False
         """whether a call has ended: an optimizer may hold the parameters"""
@@ -112,6 +128,11 @@ class Between:
                 own["forward"] = _Forward(self, path, module.forward)
         self._show()
 
+    @property
+    def times(self) -> Counter[str]:
+        """Path → calls of its part in the last call."""
+        return Counter(self.calls)
+
     # --- calls ---
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = "") -> Any:
@@ -121,7 +142,7 @@ class Between:
             module.training = parts[name].training
             self._take_hooks(module.__dict__, parts[name].__dict__)
             self._take_attributes(name, module.__dict__)
-        self.used, self.own, self.times = {}, {}, Counter()
+        self.used, self.own, self.calls = {}, {}, []
         before = dict(self.refused)
         within, self.thread = self.thread, threading.get_ident()
         self.plain.renew()
@@ -173,14 +194,15 @@ class Between:
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
         """Count the FLOPs of plain code in the first call."""
-        if self.flops is not None:
+        if not self._counts:
             yield
             return
         self._count = FlopCount()
+        self.products.clear()
         try:
             with self._count:
                 yield
-            self.flops = self._count.flops
+            self.flops, self._counts = self._count.flops, False
         finally:
             self._count = None
 
@@ -198,7 +220,8 @@ class Between:
     def copied(self, sharded: Any, memo: dict[int, Any]) -> Between:
         """The code between the parts of ``sharded``, a deep copy."""
         made = Between(sharded)
-        made.refused, made.flops = dict(self.refused), self.flops
+        made.refused, made.flops, made.heavy = dict(self.refused), self.flops, {*self.heavy}
+        made._counts = self._counts
         made.plain.read, made.plain.laid_out = {*self.plain.read}, {*self.plain.laid_out}
         for path, module in self.modules.items():
             made.modules[path].__dict__.update(copy.deepcopy(kept_attributes(module), memo))
@@ -233,8 +256,7 @@ class Between:
         mode = self._mode(path)
         are_set = self.plain.are_replaced(path) or self._has_set(path)
         if mode is None or (path, mode) in self.refused or not self._may_be_part(path) or are_set:
-            self.own[path] = type(module).__name__
-            return plain(*args, **kwargs)
+            return self._run_plain(path, plain, args, kwargs)
         part = self._part(path)
         if len(part._executables) == MAX_FIXED_SHAPES and not part._settings.dynamic:
             object.__setattr__(part, "_settings", replace(part._settings, dynamic=True))
@@ -246,15 +268,36 @@ class Between:
         try:
             with contextlib.nullcontext() if self._count is None else without_dispatch_modes():
                 found = part.run_as_part(args, kwargs)
+        except BudgetError as error:
+            raise self.limits.fails(path, error, torch.is_grad_enabled()) from error
         except AutoshardError as error:
-            if not is_untraceable(error) and (isinstance(error, BudgetError) or not isinstance(error, _NO_PROGRAM)):
+            if not is_untraceable(error) and not isinstance(error, _NO_PROGRAM):
                 raise
             self.refused[path, mode] = error
-            self.own[path] = type(module).__name__
-            return plain(*args, **kwargs)
+            return self._run_plain(path, plain, args, kwargs)
         self.used[path] = part
-        self.times[path] += 1
+        self.calls.append(path)
         return found
+
+    def _run_plain(self, path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.own[path] = type(self.modules[path]).__name__
+        count = self._count
+        if count is None or self._has_parameters(path):
+            return plain(*args, **kwargs)
+        before = count.flops
+        found = plain(*args, **kwargs)
+        self.products[path] += int(count.flops - before)
+        return found
+
+    def finds_heavy(self) -> bool:
+        """Whether the first call has shown modules without parameters that may be parts: FLOPs are counted again."""
+        found = {path for path, n in self.products.items() if share_of_flops(self.sharded, n) >= HEAVY_SHARE}
+        self.products.clear()
+        if self.sharded._settings.parts != "auto" or found <= self.heavy:
+            return False
+        self.heavy |= found
+        self._counts = True
+        return True
 
     def _mode(self, path: str) -> Any:
         """What a refusal holds for: the modes of the module's submodules and grad mode; None: no part here."""
@@ -278,6 +321,9 @@ class Between:
             return False
         if patterns != "auto":
             return any(matches_part(path, pattern) for pattern in patterns)
+        return path in self.heavy or self._has_parameters(path)
+
+    def _has_parameters(self, path: str) -> bool:
         return any(name.startswith(f"{path}.") for name in self.sharded._original_model.parameters)
 
     def _part(self, path: str) -> Any:
@@ -329,18 +375,16 @@ class Between:
         self.sharded.relay(new)
         self.plain.laid_out |= new.keys()
 
-    def replicate(self, kept: Mapping[str, torch.Tensor]) -> None:
-        """Replicate the tensors that plain code reads and parts have sharded; the parts compile again.
-
-        ``kept``: full tensors by name.
-        """
+    def replicate(self, kept: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
+        """Replicate tensors that parts have sharded; the parts compile again. ``kept``: full tensors by name."""
         sharded, whole = self.sharded, Layout(self.sharded._program_mesh)
-        names = list(self._also_named(self.plain.read & self.plain.laid_out))
+        names = list(self._also_named(names))
         for path in [path for path in sharded._inner_modules if any(n.startswith(f"{path}.") for n in names)]:
             del sharded._inner_modules[path]
         sharded.relay(dict.fromkeys(names, whole), kept)
         self.plain.laid_out -= {*names}
         self._seen.clear()
+        self.programs.clear()
 
 
 class _Forward:
@@ -382,5 +426,21 @@ def matches_part(path: str, pattern: str) -> bool:
 
 
 def is_untraceable(error: BaseException | None) -> bool:
-    """Whether ``error`` says that a program cannot be made, so that the module may still run eagerly."""
-    return isinstance(error, AutoshardError) and error.untraceable
+    """Whether ``error`` says that a program cannot be made, so that the module may still run eagerly.
+
+    An error of autoshard itself is told, and AUTOSHARD_CHECK=errors raises it.
+    """
+    if not isinstance(error, AutoshardError) or not error.untraceable:
+        return False
+    if not error.is_internal:
+        return True
+    if "errors" in os.environ.get("AUTOSHARD_CHECK", "").split(","):
+        return False
+    _tell_once(str(error))
+    program_log.info("an error of autoshard", exc_info=error)
+    return True
+
+
+@functools.cache
+def _tell_once(text: str) -> None:
+    log.warning("modules run eagerly: %s. AUTOSHARD_CHECK=errors raises it", text)

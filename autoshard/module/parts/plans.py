@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from torch.utils.flop_counter import flop_registry
 
 from autoshard.errors import PlanError
-from autoshard.passes.ir.memory import Memory
+from autoshard.module.parts.memory import memory_of_parts
 from autoshard.plans.plan import Plan
 from autoshard.torch_private.autograd import current_backward
 from autoshard.torch_private.dispatch import TorchDispatchMode
@@ -47,7 +46,8 @@ def whole_plan(sharded: Any) -> Plan:
     added = "compute_s comm_s total_s flops flops_per_rank local_s merged_s exposed_s".split()
     sums = {name: sum(times[path] * getattr(plan.cost, name) for path, plan in plans.items()) for name in added}
     sums |= {name: sums[name] + own for name in ("flops", "flops_per_rank")}
-    sums |= {name: sum(getattr(plan.cost, name) for plan in each) for name in ("optimizer_s", "memory_bytes")}
+    memory = memory_of_parts(sharded, plans)
+    sums |= {"optimizer_s": sum(plan.cost.optimizer_s for plan in each), "memory_bytes": memory.peak}
     cost = replace(each[0].cost, **sums, lower_bound=0.0)  # each part has a bound, their choice has none
     chosen = {
         named(path, name): replace(
@@ -74,7 +74,8 @@ def whole_plan(sharded: Any) -> Plan:
         choices=chosen,
         collectives=collectives,
         cost=cost,
-        memory=_memory_of([plan.memory for plan in each]),
+        memory=memory,
+        memory_budget=sharded._between.limits.budget,
         outputs=(),
         recomputed=(),
         baselines=(),
@@ -84,30 +85,31 @@ def whole_plan(sharded: Any) -> Plan:
     )
 
 
-def _memory_of(parts: Sequence[Memory]) -> Memory:
-    """Memory as if all parts were at their peak at once: what one saves is there while others run."""
-    names = "parameters gradients optimizer buffers activations temporaries peak gathered".split()
-    sums = {name: sum(getattr(part, name) for part in parts) for name in names}
-    at_peak = sum((Counter(dict(part.at_peak)) for part in parts), Counter())
-    return Memory(**sums, at_peak=dict(at_peak), moment="all parts at their peaks")
-
-
 def _flops_as_written(sharded: Any) -> float:
     """FLOPs of products in plain code; the backward of a product takes two."""
     passes = 3 if any(plan.training for plan in plans_of(sharded).values()) else 1
     return passes * float(sharded._between.flops or 0)
 
 
+def share_of_flops(sharded: Any, flops: float) -> float:
+    """Share of the last call's FLOPs; ``flops``: of products in a forward of plain code."""
+    plans, times = plans_of(sharded), sharded._between.times
+    own = _flops_as_written(sharded)
+    whole = own + sum(times[path] * plan.cost.flops for path, plan in plans.items())
+    return own * flops / (sharded._between.flops * whole) if own else 0.0
+
+
 def summary(sharded: Any) -> str:
     """One line: what runs eagerly and why, how many parts are sharded, and their share of the FLOPs."""
     between, plans = sharded._between, plans_of(sharded)
     reason = str(next(e for (path, _), e in reversed(between.refused.items()) if not path)).split(". ")[0]
+    ours = dict.fromkeys(str(e) for (path, _), e in between.refused.items() if path and e.is_internal)
     names = dict.fromkeys(path for path, mode in between.refused if path in between.own)
     also = f" ({', '.join(names)}, too)" if names else ""
     inside = sum(between.times[path] * plan.cost.flops for path, plan in plans.items())
     share = inside / (inside + _flops_as_written(sharded)) if inside else 0.0
     count = f"{len(plans)} part{'s are' if len(plans) != 1 else ' is'} sharded"
-    return f"the code between parts runs eagerly{also}: {reason}; {count}, {share:.1%} of the FLOPs"
+    return f"the code between parts runs eagerly{also}: {reason}; {count}, {share:.1%} of the FLOPs{'; '.join(['', *ours])}"
 
 
 @functools.cache

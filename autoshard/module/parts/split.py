@@ -18,7 +18,8 @@ from autoshard.errors import AutoshardError, CaptureError, SharedStateError
 from autoshard.layout import Layout
 from autoshard.module.model.original import OriginalModel
 from autoshard.module.parts.between import Between, is_untraceable
-from autoshard.module.parts.plans import summary
+from autoshard.module.parts.memory import MAX_ROUNDS
+from autoshard.module.parts.plans import plans_of, summary
 from autoshard.passes.capture.exported.plain_objects import plain_objects
 from autoshard.passes.capture.exported.pytrees import flatten_registered
 from autoshard.passes.capture.exported.snapshots import parameters_of, plain_tensors, restore_snapshot, take_snapshot
@@ -45,7 +46,8 @@ def run_in_parts(sharded: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return found
     _check_options(sharded, refusal)
     with _split(sharded, refusal) as between:
-        if sharded.has_local_tensors and not between.used:
+        is_scarce = sharded._settings.opts.memory_budget is not None
+        if (sharded.has_local_tensors or is_scarce) and not between.used:
             _rehearse(sharded, between, args, kwargs)
         return _called(sharded, between, args, kwargs)
 
@@ -83,24 +85,34 @@ def _check_asked_parts(sharded: Any) -> None:
 def _rehearse(sharded: Any, between: Between, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A call that compiles the parts and leaves no other trace.
 
-    It begins again while plain code reads tensors that parts had taken for their own: they are replicated.
+    It begins again while plain code reads tensors that parts had taken for their own: they are replicated. So it
+    does while the parts do not fit into memory together: their limits are lower then.
     """
-    plain = between.plain
-    plain.rehearses, plain.late = sharded.has_local_tensors, True
+    plain, limits, free = between.plain, between.limits, not between.plain.laid_out
+    plain.rehearses, again, rounds = sharded.has_local_tensors, True, 0
     try:
-        while plain.late:
-            plain.late = False
+        while again:
+            plain.late, limits.failed, again = False, "", False
             with _undone(sharded) as kept:
                 try:
                     _run(sharded, between, args, kwargs)
                 except Exception:
-                    if not plain.late:
+                    can_fit = free and limits.failed and rounds < MAX_ROUNDS
+                    again = bool(can_fit and limits.makes_room(plans_of(sharded)))
+                    if not plain.late and not again:
                         raise
             if plain.late:
-                between.replicate(kept)
+                again = True
+                between.replicate(kept, plain.read & plain.laid_out)
+            elif again or (free and between.used and limits.is_exceeded(plans_of(sharded), rounds)):
+                rounds, again = rounds + 1, True
+                between.replicate(kept, {*plain.laid_out})
+            else:
+                again = between.finds_heavy()
             between.renew()
     finally:
         plain.rehearses = False
+        limits.most.clear()
 
 
 def _mode_of(sharded: Any) -> Any:
@@ -118,6 +130,7 @@ def _run(sharded: Any, between: Between, args: tuple[Any, ...], kwargs: dict[str
 def _called(sharded: Any, between: Between, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One call whose writes stay."""
     outputs = _run(sharded, between, args, kwargs)
+    between.finds_heavy()
     between.show_added()
     return outputs
 
@@ -135,7 +148,8 @@ def _check_options(sharded: Any, refusal: AutoshardError) -> None:
     }
     if asked := [name for name, is_asked in needs.items() if is_asked]:
         raise CaptureError(
-            f"{refusal} {' and '.join(asked)} need{'s' * (len(asked) == 1)} one graph: leave it out to compile the parts"
+            f"{str(refusal).removesuffix('.')}. {' and '.join(asked)} need{'s' * (len(asked) == 1)} one graph: leave "
+            "it out to compile the parts"
         ) from refusal
 
 

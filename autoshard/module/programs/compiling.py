@@ -280,7 +280,7 @@ class CompilingModule(FixedModule):
                     found = self._build(call, call.key(exactly=False))
             except CaptureError as error:
                 said = with_changed_dtypes(error, self.programs, call.leaves)
-                said.untraceable = not isinstance(error, SharedStateError)
+                said.untraceable, said.is_internal = not isinstance(error, SharedStateError), error.is_internal
                 raise said from (error.__cause__ if said is error else error)  # never its own cause
             adopted = replace(call, state=self._state(call.leaves, call.state.recorded, call.state.grad))
             if found.structure is not None:
@@ -347,6 +347,9 @@ class CompilingModule(FixedModule):
         if first and self._part_of is not None:
             between, path = self._part_of
             known = replace(known, parameters=between.fixed_layouts(path, self) or None)
+        if self._part_of is not None:
+            between, path = self._part_of
+            opts = between.limits.applied(opts, path, call.state.recorded)
         args, kwargs = self._whole(args, kwargs)
         with self._original_model.as_it_is(self._check, self._whole_buffer) as model:
             if first:

@@ -37,7 +37,7 @@ _POSITIVE_MASK = (1 << 62) - 1
 
 RESTART_ADVICE = "an earlier call stopped between its collectives: restart all processes"
 
-RANK_CHECKS = ("inputs", "replicas")
+RANK_CHECKS = ("inputs", "replicas", "errors")
 """names for AUTOSHARD_CHECK"""
 
 
@@ -232,19 +232,21 @@ def _result_or_error(do: Callable[[], AgreedT]) -> tuple[AgreedT | None, Excepti
 
 
 def _error_as_json(error: Exception) -> str:
-    return json.dumps([type(error).__name__, str(error)])
+    more = {name: x for name, x in vars(error).items() if isinstance(x, bool | int | float)}
+    return json.dumps([type(error).__name__, str(error), more])
 
 
 def _error_from_json(reported: str) -> Exception:
     """The error of another rank, of the same class if that is ours or a builtin."""
-    name, text = json.loads(reported)
+    name, text, more = json.loads(reported)
     kind = getattr(errors, name, None) or getattr(builtins, name, None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         return AutoshardError(f"{name}: {text}")
     try:
-        error: Exception = kind(text)
+        error: Exception = kind.__new__(kind, text) if issubclass(kind, AutoshardError) else kind(text)
     except TypeError:
         error = AutoshardError(f"{name}: {text}")
+    vars(error).update(more)
     return error
 
 
