@@ -20,6 +20,7 @@ import state_functions  # noqa: F401
 import state_generate  # noqa: F401
 import state_inputs  # noqa: F401
 import state_kept  # noqa: F401
+import state_later  # noqa: F401
 import state_missing  # noqa: F401
 import state_outside  # noqa: F401
 import state_serving  # noqa: F401
