@@ -10,7 +10,7 @@ from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.ir.memory import Memory, Recomputed
+from autoshard.passes.ir.memory import ON_HOST, Memory, Offloaded, Recomputed
 from autoshard.passes.ir.program import COLLECTIVE_MATMULS, Program, RedistributionStep, Statement
 from autoshard.passes.ir.sizes import Size, free_symbols
 from autoshard.passes.ir.text import show_seconds
@@ -99,6 +99,7 @@ def describe_program(program: Program, title: str = "", optimizer: str = "adamw"
         memory=memory,
         optimizer=optimizer,
         recomputed=tuple(_recomputed_values(program, memory, searched)),
+        offloaded=tuple(_offloaded(assignment, optimizer, memory, searched)),
         shared_again=tuple(sorted(public.get(n, n) for n in assignment.shared_again)),
         zero={public[n]: stage for n, stage in assignment.zero.items() if n in gathered},
         prefetch=max(1, prefetch_depth(program)),
@@ -106,6 +107,13 @@ def describe_program(program: Program, title: str = "", optimizer: str = "adamw"
     )
     plan = with_rates(plan)
     return replace(plan, cost=replace(plan.cost, schedule_s=step_end(plan)))
+
+
+def _offloaded(assignment: Assignment, optimizer: str, memory: Memory, searched: Objective) -> Iterator[Offloaded]:
+    if memory.on_host:
+        resident = objective(assignment, optimizer.removesuffix(ON_HOST)).optimizer
+        taken = assignment.mesh.hardware.host_seconds(memory.on_host)
+        yield Offloaded("optimizer states", memory.on_host, taken, searched.optimizer - resident)
 
 
 def _plan_choices(program: Program, searched: Objective, optimizer: str) -> dict[str, Choice]:

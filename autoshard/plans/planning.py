@@ -84,7 +84,7 @@ def plan_loss_chunks(
     found = Candidates[Compiled](order_seconds)
     with found.attempt("the loss at once"):
         found.add(chunked(1))
-    fast = found.best is not None and not _is_limited(found.best.plan)
+    fast = found.best is not None and not is_limited(found.best.plan)
     small = logits_bytes(graph) / micro_batches / mesh.size < OUTER_LIMITS.small_share * opts.budget(mesh.hardware)
     if fast or small or opts.quick or known.boundaries is not None or is_time_up():
         return found.cheapest()
@@ -102,7 +102,7 @@ def plan_loss_chunks(
     return found.cheapest(told=-1)
 
 
-def _is_limited(plan: Record) -> bool:
+def is_limited(plan: Record) -> bool:
     """Whether the memory budget excludes faster plans, of any stage."""
     return any(part.memory.limited for part in (plan.staged.plans if plan.staged is not None else (plan,)))
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from autoshard.passes.ir.graph import Graph, Ref
-from autoshard.passes.ir.memory import Memory, optimizer_bytes
+from autoshard.passes.ir.memory import Memory, host_bytes_in_flight, optimizer_bytes, state_bytes
 from autoshard.passes.ir.program import Program, Statement, reads
 from autoshard.passes.lower.blocks import Segment, program_segments
 from autoshard.passes.lower.bucket import prefetch_depth, regathered_parameters
@@ -231,6 +231,8 @@ class _Simulation:
         self.shared: set[int] = set()
         """storages of buckets that are gathered once per step"""
         self.constant = dict.fromkeys(("parameters", "optimizer", "buffers"), 0.0)
+        self.on_host: list[float] = []
+        """bytes of optimizer states in host memory, per parameter"""
         self.gradients = self.activations = self.gathered = 0.0
         self.best = Memory()
         self.curve: dict[tuple[str, str], float] = {}
@@ -276,7 +278,7 @@ class _Simulation:
             self._seed_gradients()
             for ran in reversed(self.tape):
                 self._backward(ran)
-            self._note_peak(None, "step", 0.0)
+            self._note_peak(None, "step", host_bytes_in_flight(self.on_host))
         grads = sum(self._gradient(i.name) for i in self.graph.inputs if self._trained(i.name))
         constant = self.constant
         return Memory(
@@ -292,6 +294,7 @@ class _Simulation:
             tuple((op, phase, size) for (op, phase), size in self.curve.items()),
             self._recomputed(),
             self.gathered,
+            sum(self.on_host),
         )
 
     def _recomputed(self) -> dict[str, float]:
@@ -324,7 +327,9 @@ class _Simulation:
             self.constant["parameters" if kind == "parameter" else "buffers"] += size
             size = 0
         if self._trained(name):
-            self.constant["optimizer"] += optimizer_bytes(optimizer, form.shape, form.dtype)
+            state = optimizer_bytes(optimizer, form.shape, form.dtype)
+            self.constant["optimizer"] += state
+            self.on_host.append(state_bytes(optimizer, form.shape, form.dtype) - state)
         self.storage[name] = self.heap.new(size)
         self.heap.hold(self.storage[name])
         self.fixed.add(self.storage[name])

@@ -248,6 +248,34 @@ def stepped_on_whole_tensors(mesh: autoshard.Mesh) -> None:
 
 
 @case
+def optimizer_states_on_the_host(mesh: autoshard.Mesh) -> None:
+    """By autoshard.offloaded: updates are one device's, with a scheduler, clipping, and states saved and loaded."""
+    model, sharded = pair(mesh, Net, ids())
+
+    def make(module: Any) -> Any:
+        return torch.optim.AdamW(module.parameters(), lr=1e-2, amsgrad=True, eps=1e-6)
+
+    optimizers = [make(model), autoshard.offloaded(make(sharded))]
+    schedules = [torch.optim.lr_scheduler.StepLR(x, 1, 0.5) for x in optimizers]
+    for step in range(4):
+        if step == 2:
+            state = autoshard.full_optimizer_state_dict(sharded, optimizers[1])
+            optimizers[1] = autoshard.offloaded(make(sharded))
+            autoshard.load_full_optimizer_state_dict(sharded, optimizers[1], state)
+        for module, optimizer in zip((model, sharded), optimizers, strict=True):
+            optimizer.zero_grad()
+            module(ids(seed=step))[0].backward()
+            autoshard.clip_grad_norm_(module, 0.1) if module is sharded else nn.utils.clip_grad_norm_(
+                module.parameters(), 0.1
+            )
+            optimizer.step()
+        for schedule in schedules if step < 2 else ():
+            schedule.step()
+    same_state(sharded, model)
+    assert any(x.ndim for entry in optimizers[1].state.values() for x in entry.values())
+
+
+@case
 def matrices_dealt_to_ranks(mesh: autoshard.Mesh) -> None:
     """By autoshard.dealt: one rank orthogonalises each matrix, and only what a rank lacks is sent; states are saved."""
     updated, sent = list[Any](), list[int]()
