@@ -192,8 +192,9 @@ def compile(  # noqa: A001  the public name
             not. ``"auto"``: all rows at once, unless the memory budget makes chunks faster.
         offload: what a training step may keep in host memory.
             ``"optimizer"``: the optimizer's states, which come to the device for its step alone; make the
-            optimizer with :func:`autoshard.offloaded`. ``"auto"``: the states, if the memory budget makes
-            that faster. Default: nothing.
+            optimizer with :func:`autoshard.offloaded`. ``"activations"``: what the first blocks save for the
+            backward, of as many blocks as the memory budget requires; not with stages. ``"all"``: both.
+            ``"auto"``: what the budget requires. ``plan.offloaded`` has bytes and seconds. Default: nothing.
 
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autoshard import dumps
-from autoshard.errors import AutoshardError, CaptureError
+from autoshard.errors import AutoshardError, CaptureError, PlanError
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
 from autoshard.passes.capture.exported.symbolic_shapes import Dynamic
@@ -76,12 +76,17 @@ def capture_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
 
 def search_graph(graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLayouts = NOTHING_KNOWN) -> Compiled:
     """The cheapest plan of ``graph``, and its program, over what is offloaded, and numbers of micro-batches."""
+    if opts.stages is not None and opts.offload in ("activations", "all"):
+        raise PlanError(
+            f"offload={opts.offload!r}: activations of pipeline stages are not offloaded. Use offload='optimizer', "
+            "or recompute= and more micro-batches"
+        )
     if opts.offload != "auto" or not graph.training or opts.plan is not None:
         return _search_micro_batches(graph, mesh, opts, known)
     found = Candidates[Compiled](order_seconds)
     for what in (None, "optimizer", "activations", "all"):
         with found.attempt(f"offload of {what or 'nothing'}"):
-            found.add(_search_micro_batches(graph, mesh, replace(opts, offload=what), known))
+            found.add(search_graph(graph, mesh, replace(opts, offload=what), known))
         if found.best is not None and not is_limited(found.best.plan):
             break
     return found.cheapest()

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from autoshard.errors import MeshError
+from autoshard.errors import MeshError, PlanError
 from autoshard.hardware.link import UNBOUNDED, Crossing, Level, Link, Route, check_levels, is_amount
 from autoshard.hardware.schema import SchemaError, parse_json, read_as, to_python_numbers
 
@@ -360,9 +360,9 @@ class Hardware:
         return moved / self.updates if self.updates else self.memory_seconds(moved)
 
     def host_seconds(self, moved: float) -> float:
-        """Seconds to copy ``moved`` bytes between device and host memory. Raises :class:`MeshError` without a link."""
+        """Seconds to copy ``moved`` bytes between device and host memory. Raises :class:`PlanError` without a link."""
         if not self.host and not self.cpu:
-            raise MeshError(
+            raise PlanError(
                 f"hardware {self.name!r} has no link to host memory, so nothing can be offloaded. Give it one: "
                 "dataclasses.replace(hardware, host=55e9), in bytes per second each way"
             )

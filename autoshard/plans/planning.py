@@ -16,7 +16,7 @@ from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import record_conditions
 from autoshard.passes.ir.verify import check_graph, check_program
 from autoshard.passes.lower.lowering import with_length_conditions
-from autoshard.passes.memory import lower_and_simulate, search_within_memory
+from autoshard.passes.memory import lower_and_simulate, search_with_offload, search_within_memory
 from autoshard.passes.microbatch import AUTO
 from autoshard.passes.propagate.hints import (
     fixed_parameters,
@@ -152,17 +152,18 @@ def _search(
 ) -> tuple[NamedStrategy, Program, Memory]:
     """The named strategy, and the cheapest program within it, hints, known layouts and memory."""
     strategy = resolve_like(opts.like, graph, mesh, known=known.later)
+    search = search_with_offload if opts.offload in ("activations", "all") else search_within_memory
     with shown_progress("planning"):
         try:
             planner = make_planner(graph, mesh, opts, strategy, known, settings)
             baselines = baseline_strategies(graph, mesh, strategy)
-            return strategy, *search_within_memory(planner, opts.memory_budget, baselines, opts.quick)
+            return strategy, *search(planner, opts.memory_budget, baselines, opts.quick)
         except InfeasibleStrategyError:
             if not known.later:
                 raise
         strategy = given_up(strategy)
         planner = make_planner(graph, mesh, opts, strategy, known, settings)
-        return strategy, *search_within_memory(planner, opts.memory_budget, quick=opts.quick)
+        return strategy, *search(planner, opts.memory_budget, quick=opts.quick)
 
 
 def make_planner(

@@ -116,6 +116,8 @@ class Memory:
     """part of the activations: parameters that ZeRO keeps gathered; all micro-batches share them"""
     on_host: float = 0.0
     """states of the optimizer in host memory"""
+    offloaded: Mapping[str, float] = field(default_factory=dict)
+    """block → bytes of its saved activations in host memory"""
     limited: bool = False
     """whether the budget excludes the fastest plan, which needs more"""
 

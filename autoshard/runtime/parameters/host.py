@@ -14,11 +14,13 @@ from torch import Tensor
 
 
 class HostCopy(NamedTuple):
-    """A copy that has begun. ``done``: its event; None: it is done."""
+    """A copy that has begun."""
 
     source: Tensor
+    """kept until the copy is done"""
     made: Tensor
     done: Any
+    """its event; None: it is done"""
 
     def wait(self) -> Tensor:
         """What was copied, for all that follows on the stream of computation."""

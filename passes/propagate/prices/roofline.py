@@ -487,7 +487,7 @@ def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Place
     Read: value, gradient, state; written: value, state. A fused kernel updates many parameters, so
     one pays no launch. States on the host come and go beside the updates of other parameters.
     """
-    if not type_.grad or optimizer == "none" or is_ideal_network(mesh):
+    if not type_.grad or optimizer.removesuffix(ON_HOST) == "none" or is_ideal_network(mesh):
         return 0.0
     shape, dtype = local_shape(type_.updates.shape, placements, mesh), type_.kept.dtype
     state = state_bytes(optimizer, shape, dtype)
