@@ -76,17 +76,12 @@ def capture_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
 
 def search_graph(graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLayouts = NOTHING_KNOWN) -> Compiled:
     """The cheapest plan of ``graph``, and its program, over what is offloaded, and numbers of micro-batches."""
-    if opts.stages is not None and opts.offload in ("activations", "all"):
-        raise PlanError(
-            f"offload={opts.offload!r}: activations of pipeline stages are not offloaded. Use offload='optimizer', "
-            "or recompute= and more micro-batches"
-        )
     if opts.offload != "auto" or not graph.training or opts.plan is not None:
         return _search_micro_batches(graph, mesh, opts, known)
     found = Candidates[Compiled](order_seconds)
     for what in (None, "optimizer", "activations", "all"):
         with found.attempt(f"offload of {what or 'nothing'}"):
-            found.add(search_graph(graph, mesh, replace(opts, offload=what), known))
+            found.add(_search_micro_batches(graph, mesh, replace(opts, offload=what), known))
         if found.best is not None and not is_limited(found.best.plan):
             break
     return found.cheapest()
@@ -95,6 +90,12 @@ def search_graph(graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLay
 @infrequent_gc()
 @without_autocast()  # the graph has its casts
 def _search_micro_batches(graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLayouts) -> Compiled:
+    """The cheapest plan of ``graph`` over numbers of micro-batches."""
+    if opts.stages is not None and opts.offload in ("activations", "all"):
+        raise PlanError(
+            f"offload={opts.offload!r}: activations of pipeline stages are not offloaded. Use offload='optimizer', "
+            "or recompute= and more micro-batches"
+        )
     check_random(graph)
     if not (opts.exact_dropout if opts.exact_dropout is not None else not mesh.hardware.is_accelerator):
         graph = with_own_streams(graph)

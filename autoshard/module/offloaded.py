@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import AutoshardError
 from autoshard.module.dtensors.module_dtensor import dtensor_like, local_shard
+from autoshard.module.optimizers import OptimizerT
 from autoshard.passes.ir.memory import host_buckets
 from autoshard.runtime.parameters.host import HostCopy, to_device, to_host
-
-OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
 def offloaded(optimizer: OptimizerT) -> OptimizerT:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -152,18 +152,26 @@ def _search(
 ) -> tuple[NamedStrategy, Program, Memory]:
     """The named strategy, and the cheapest program within it, hints, known layouts and memory."""
     strategy = resolve_like(opts.like, graph, mesh, known=known.later)
-    search = search_with_offload if opts.offload in ("activations", "all") else search_within_memory
     with shown_progress("planning"):
         try:
             planner = make_planner(graph, mesh, opts, strategy, known, settings)
             baselines = baseline_strategies(graph, mesh, strategy)
-            return strategy, *search(planner, opts.memory_budget, baselines, opts.quick)
+            return strategy, *_search_memory(planner, opts, baselines)
         except InfeasibleStrategyError:
             if not known.later:
                 raise
         strategy = given_up(strategy)
         planner = make_planner(graph, mesh, opts, strategy, known, settings)
-        return strategy, *search(planner, opts.memory_budget, quick=opts.quick)
+        return strategy, *_search_memory(planner, opts)
+
+
+def _search_memory(
+    planner: Planner, opts: CompileOptions, baselines: Iterable[NamedStrategy] = ()
+) -> tuple[Program, Memory]:
+    """The search within memory; of blocks in host memory, too, where these options allow it."""
+    if opts.offload in ("activations", "all"):
+        return search_with_offload(planner, opts.memory_budget, baselines, opts.quick)
+    return search_within_memory(planner, opts.memory_budget, baselines, opts.quick)
 
 
 def make_planner(
