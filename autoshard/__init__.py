@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         full_optimizer_state_dict,
         load_full_optimizer_state_dict,
     )
+    from autoshard.module.offloaded import offloaded
     from autoshard.module.optimizers import clip_grad_norm_, whole
     from autoshard.module.parts.between import eager
     from autoshard.module.sharded_module import ShardedModule
@@ -102,6 +103,7 @@ _LAZY_MODULES = {
     "Plan": "autoshard.plans.plan",
     "Cost": "autoshard.report.record",
     "dealt": "autoshard.transfers.dealt",
+    "offloaded": "autoshard.module.offloaded",
     "transfer": "autoshard.transfers.running",
     "keep": "autoshard.transfers.states",
     "TransferHandle": "autoshard.transfers.running",
@@ -156,6 +158,7 @@ __all__ = [
     "load_safetensors",
     "materialise",
     "measure",
+    "offloaded",
     "plan",
     "project",
     "redistribution",

@@ -100,6 +100,7 @@ def compile(  # noqa: A001  the public name
     parts: Parts = "auto",
     exact_dropout: bool | None = None,
     loss_chunks: int | Literal["auto"] = "auto",
+    offload: str | None = None,
 ) -> ShardedModule:
     """``model`` sharded over ``mesh``: a module with the same outputs, loss and gradients.
 
@@ -190,6 +191,11 @@ def compile(  # noqa: A001  the public name
             another. Only one chunk's logits exist at a time; the backward computes them once more. The
             results are exact, and the vocabulary may be sharded. The loss may be returned, the logits
             not. ``"auto"``: all rows at once, unless the memory budget makes chunks faster.
+        offload: what a training step may keep in host memory.
+            ``"optimizer"``: the optimizer's states, which come to the device for its step alone; make the
+            optimizer with :func:`autoshard.offloaded`. ``"activations"``: what the first blocks save for the
+            backward, of as many blocks as the memory budget requires; not with stages. ``"all"``: both.
+            ``"auto"``: what the budget requires. ``plan.offloaded`` has bytes and seconds. Default: nothing.
 
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
@@ -205,7 +211,7 @@ def compile(  # noqa: A001  the public name
     named |= {"recompute": recompute, "strict": strict, "objective": objective, "profile": profile, "like": like}
     named |= {"stages": stages, "schedule": schedule, "stages_per_rank": stages_per_rank}
     named |= {"exact_dropout": _runs_on_cpu(model) or None if exact_dropout is None else exact_dropout}
-    named |= {"loss_chunks": loss_chunks}
+    named |= {"loss_chunks": loss_chunks, "offload": offload}
     opts = _make_compile_options(
         model, mixed_precision, micro_batches, mesh=resolved, example=(example_args, example_kwargs), **named
     )
@@ -373,6 +379,7 @@ def plan(
     time_limit: float | None = None,
     exact_dropout: bool | None = None,
     loss_chunks: int | Literal["auto"] = "auto",
+    offload: str | None = None,
 ) -> Plan:
     """The plan that :func:`compile` would follow, on any mesh, without weights or processes.
 
@@ -405,7 +412,7 @@ def plan(
     named: dict[str, Any] = {"hints": hints, "memory_budget": memory_budget, "optimizer": optimizer, "strict": strict}
     named |= {"recompute": recompute, "objective": objective, "profile": profile, "like": like}
     named |= {"stages": stages, "schedule": schedule, "stages_per_rank": stages_per_rank}
-    named |= {"exact_dropout": exact_dropout, "loss_chunks": loss_chunks}
+    named |= {"exact_dropout": exact_dropout, "loss_chunks": loss_chunks, "offload": offload}
     known = None if mesh is None else Mesh.of(mesh, hardware)
     opts = _make_compile_options(model, mixed_precision, micro_batches, mesh=known, example=example, **named)
     stages, count = opts.stages, opts.micro_batches

@@ -31,6 +31,7 @@ from autoshard.models.by_name import LoadedModel, load
 from autoshard.passes.ir.text import show_bytes, show_seconds
 from autoshard.passes.pipeline.schedules import SCHEDULES
 from autoshard.passes.propagate.named_strategies.strategies import STRATEGY_NAMES
+from autoshard.plans.options import OFFLOADS
 from autoshard.plans.plan import Plan
 
 
@@ -185,6 +186,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         ways = ("auto", "none", "blocks", "selective")
         command.add_argument("--recompute", default="auto", choices=ways, help="default: as memory needs")
+        command.add_argument("--offload", choices=OFFLOADS, help="to host memory (default: nothing)")
         command.add_argument("--stages", metavar="AXIS", help="the mesh axis of pipeline stages")
         command.add_argument(
             "--schedule", default="1f1b", metavar="NAME", help="gpipe, 1f1b (default), interleaved or zero_bubble"
@@ -283,7 +285,7 @@ def _planning_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Arguments of :func:`autoshard.plan` from the options."""
     names = (
         "memory_budget optimizer recompute micro_batches loss_chunks strict stages schedule stages_per_rank "
-        "dynamic time_limit"
+        "dynamic time_limit offload"
     ).split()
     asked = {name: getattr(options, name) for name in names if hasattr(options, name)}
     if options.mixed_precision is not None:

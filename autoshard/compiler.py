@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autoshard import dumps
-from autoshard.errors import AutoshardError, CaptureError
+from autoshard.errors import AutoshardError, CaptureError, PlanError
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
 from autoshard.passes.capture.exported.symbolic_shapes import Dynamic
@@ -26,7 +26,7 @@ from autoshard.passes.search.candidates import Candidates
 from autoshard.plans.baselines import baselines_of
 from autoshard.plans.options import NOTHING_KNOWN, CompileOptions, KnownLayouts
 from autoshard.plans.plan import Compiled
-from autoshard.plans.planning import plan_cheaper_order, plan_loss_chunks
+from autoshard.plans.planning import is_limited, order_seconds, plan_cheaper_order, plan_loss_chunks
 from autoshard.plans.stages import compile_stages
 from autoshard.progress import infrequent_gc, shown_progress
 from autoshard.runtime.transport.torch_state import without_autocast
@@ -74,10 +74,28 @@ def capture_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         return capture(model, args, kwargs, **options)
 
 
+def search_graph(graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLayouts = NOTHING_KNOWN) -> Compiled:
+    """The cheapest plan of ``graph``, and its program, over what is offloaded, and numbers of micro-batches."""
+    if opts.offload != "auto" or not graph.training or opts.plan is not None:
+        return _search_micro_batches(graph, mesh, opts, known)
+    found = Candidates[Compiled](order_seconds)
+    for what in (None, "optimizer", "activations", "all"):
+        with found.attempt(f"offload of {what or 'nothing'}"):
+            found.add(_search_micro_batches(graph, mesh, replace(opts, offload=what), known))
+        if found.best is not None and not is_limited(found.best.plan):
+            break
+    return found.cheapest()
+
+
 @infrequent_gc()
 @without_autocast()  # the graph has its casts
-def search_graph(graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLayouts = NOTHING_KNOWN) -> Compiled:
-    """The cheapest plan of ``graph``, and its program, over numbers of micro-batches."""
+def _search_micro_batches(graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLayouts) -> Compiled:
+    """The cheapest plan of ``graph`` over numbers of micro-batches."""
+    if opts.stages is not None and opts.offload in ("activations", "all"):
+        raise PlanError(
+            f"offload={opts.offload!r}: activations of pipeline stages are not offloaded. Use offload='optimizer', "
+            "or recompute= and more micro-batches"
+        )
     check_random(graph)
     if not (opts.exact_dropout if opts.exact_dropout is not None else not mesh.hardware.is_accelerator):
         graph = with_own_streams(graph)

@@ -125,7 +125,7 @@ class VerifyReport:
 
 
 VERIFY_OPTIONS = frozenset(
-    "plan hints like stages micro_batches schedule stages_per_rank recompute loss_chunks".split()
+    "plan hints like stages micro_batches schedule stages_per_rank recompute loss_chunks offload".split()
 )
 """options of compile that verify takes"""
 
@@ -156,7 +156,7 @@ def verify(
         atol: differences that do not count, as a share of the largest value of that kind. Default:
             ``rtol``, so that zero gradients are not compared with rounding errors.
 
-        options: plan, hints, like, stages, micro_batches, schedule, stages_per_rank, recompute, loss_chunks.
+        options: plan, hints, like, stages, micro_batches, schedule, stages_per_rank, recompute, loss_chunks, offload.
 
     Other arguments and errors: :func:`autoshard.compile`. :class:`AutoshardError` for ``steps`` <
     1.

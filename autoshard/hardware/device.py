@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from autoshard.errors import MeshError
+from autoshard.errors import MeshError, PlanError
 from autoshard.hardware.link import UNBOUNDED, Crossing, Level, Link, Route, check_levels, is_amount
 from autoshard.hardware.schema import SchemaError, parse_json, read_as, to_python_numbers
 
@@ -158,6 +158,7 @@ FIELD_CHECKS: dict[str, FieldCheck] = {
     ),
     "ahead": _int_check(1),
     "updates": _AMOUNT,
+    "host": _AMOUNT,
     "sharing": _PAIRS,
     "waiting": _PAIRS,
     "actions": _AMOUNT,
@@ -241,6 +242,9 @@ class Hardware:
     """most prefetched parameter buckets; more than 1 hides nothing if processors communicate"""
     updates: float = 0.0
     """bytes per second that the optimizer reads and writes; 0: as ``memory_bandwidth``"""
+    host: float = 0.0
+    """bytes per second between device and host memory, each way; 0: as ``memory_bandwidth`` on a CPU,
+    else nothing may be offloaded"""
     sharing: tuple[tuple[int, float], ...] = ()
     """(ranks at work, seconds of their work relative to all at work) for ranks that share cores"""
     waiting: tuple[tuple[float, float], ...] = ()
@@ -352,6 +356,15 @@ class Hardware:
     def update_seconds(self, moved: float) -> float:
         """Seconds of the optimizer to read and write ``moved`` bytes."""
         return moved / self.updates if self.updates else self.memory_seconds(moved)
+
+    def host_seconds(self, moved: float) -> float:
+        """Seconds to copy ``moved`` bytes between device and host memory. Raises :class:`PlanError` without a link."""
+        if not self.host and not self.cpu:
+            raise PlanError(
+                f"hardware {self.name!r} has no link to host memory, so nothing can be offloaded. Give it one: "
+                "dataclasses.replace(hardware, host=55e9), in bytes per second each way"
+            )
+        return moved / self.host if self.host else self.memory_seconds(2 * moved)
 
     def product_seconds(self, flops: float, result: tuple[int, ...], dtype: torch.dtype, aligned: bool = True) -> float:
         """Seconds of a matrix product of ``flops`` FLOPs with this local result shape.

@@ -48,6 +48,9 @@
   links of 64 GB/s) and MI355X (2516.6; 8 TB/s; 288 GB; seven of 76.8), cards of 400 Gb/s; L40S (362;
   864 GB/s; 48 GB) and RTX 4090 (165.2 with sums in float32; 1008 GB/s; 24 GB), both on PCIe 4.0 × 16;
   TPU v6e (Google's "TPU v6e": 918; 1638 GB/s; 32 GB; 800 GB/s both ways; pods of 256).
+- host memory, each way, per device: NVLink-C2C of GB200 and GB300 450 GB/s (900 both ways: NVIDIA's
+  "GB200 NVL72"; two devices share a Grace). PCIe x 16 carries 63 GB/s (5.0), 31.5 (4.0) or 126 (6.0: B300)
+  after encoding, of which copies of pinned memory reach 87 % (derived: packets of 256 bytes).
 - products on B300: 19.2 TFLOP in 12.76 ms, 1504 of 2250 TFLOP/s (a layer of 4096 features, 15,872
   tokens: docs of Transformer Engine, ``examples/gemm_profiling``).
 - derived, not measured: on the others kernels reach 70 %; attention on B200 and its kin reaches the
@@ -167,6 +170,7 @@ _H100 = Hardware(
     unaligned=97 / 642,
     convolutions=0.5,
     ahead=PREFETCHED_BUCKETS,
+    host=55 * GB,
     variation=VARIATION,
 )  # fmt: skip
 
@@ -190,11 +194,12 @@ _A100 = replace(
     attention=((1024, 0.6, 0.55),),
     overlap=1.18 / 2.08,
     dtypes=(("float32", 19.5e12), ("float64", 19.5e12), ("tf32", 156e12)),
+    host=27 * GB,
 )
 
 _MI325X = Hardware(
     "mi325x", 1300e12, 6000e9, 256e9, Link(6e-6, 448 * GB), Link(15e-6, 50 * GB), kernel_latency=7e-6, overlap=H100_OVERLAP,
-    fuses=True, ahead=PREFETCHED_BUCKETS, variation=VARIATION,
+    fuses=True, ahead=PREFETCHED_BUCKETS, host=55 * GB, variation=VARIATION,
 )  # fmt: skip
 
 _B200 = replace(
@@ -203,7 +208,7 @@ _B200 = replace(
     dtypes=(("float32", 75e12), ("float64", 37e12), ("tf32", 1125e12), ("float8_e4m3fn", 4500e12)),
 )  # fmt: skip
 _GB200 = replace(
-    _B200, name="gb200", flops=2500e12, efficiency=0.7, memory_bytes=13.4e12 / 72, devices_per_node=72,
+    _B200, name="gb200", flops=2500e12, efficiency=0.7, memory_bytes=13.4e12 / 72, devices_per_node=72, host=450 * GB,
     dtypes=(("float32", 80e12), ("float64", 40e12), ("tf32", 1250e12), ("float8_e4m3fn", 5000e12)),
 )  # fmt: skip
 _MI300X = replace(
@@ -213,7 +218,7 @@ _MI300X = replace(
 _PCIE = Link(8e-6, 32 * GB)
 _L40S = replace(
     _H100, name="l40s", flops=362.05e12, memory_bandwidth=864e9, memory_bytes=48e9, node=_PCIE, network=Link(15e-6, 12 * GB),
-    efficiency=0.7, tiling=None, attention=(), overlap=0.0, dtypes=(("float32", 91.6e12), ("tf32", 183e12)),
+    efficiency=0.7, tiling=None, attention=(), overlap=0.0, dtypes=(("float32", 91.6e12), ("tf32", 183e12)), host=27 * GB,
 )  # fmt: skip
 _WATTS = ((500 - 75) / (700 - 75)) ** (1 / 3)
 _H100_500W = replace(
@@ -238,7 +243,7 @@ PRESETS: dict[str, Hardware] = {
         _H100_500W,
         _LLAMA3,
         _B200,
-        replace(_B200, name="b300", memory_bytes=270e9, network=_network(96 * GB)),
+        replace(_B200, name="b300", memory_bytes=270e9, network=_network(96 * GB), host=110 * GB),
         _GB200,
         replace(_GB200, name="gb300", memory_bytes=20e12 / 72, network=_network(96 * GB)),
         _MI300X,
@@ -254,15 +259,15 @@ PRESETS: dict[str, Hardware] = {
         ),
         replace(
             _MI325X, name="tpu_v6e", flops=918e12, memory_bandwidth=1638e9, memory_bytes=32e9,
-            node=Link(3e-6, 400 * GB), network=Link(15e-6, 12 * GB), devices_per_node=256, variation=0.0,
+            node=Link(3e-6, 400 * GB), network=Link(15e-6, 12 * GB), devices_per_node=256, host=0.0, variation=0.0,
         ),
         replace(
             _MI325X, name="tpu_v5p", flops=459e12, memory_bandwidth=2765e9, memory_bytes=96e9,
-            node=Link(3e-6, 600 * GB), network=Link(15e-6, 25 * GB), devices_per_node=4096, variation=0.0,
+            node=Link(3e-6, 600 * GB), network=Link(15e-6, 25 * GB), devices_per_node=4096, host=0.0, variation=0.0,
         ),
         replace(
             _MI325X, name="trainium2", flops=667e12, memory_bandwidth=2900e9, memory_bytes=96e9,
-            node=Link(6e-6, 512 * GB), devices_per_node=16, variation=0.0,
+            node=Link(6e-6, 512 * GB), devices_per_node=16, host=0.0, variation=0.0,
         ),
         # A laptop or CI machine: gloo over loopback, one core per rank, by autoshard.calibrate().
         Hardware(

@@ -10,7 +10,7 @@ from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.ir.memory import Memory, Recomputed
+from autoshard.passes.ir.memory import ON_HOST, Memory, Offloaded, Recomputed
 from autoshard.passes.ir.program import COLLECTIVE_MATMULS, Program, RedistributionStep, Statement
 from autoshard.passes.ir.sizes import Size, free_symbols
 from autoshard.passes.ir.text import show_seconds
@@ -18,6 +18,7 @@ from autoshard.passes.lower.blocks import module_of
 from autoshard.passes.lower.bucket import prefetch_depth, regathered_parameters
 from autoshard.passes.lower.recompute import redrawn_dropouts
 from autoshard.passes.memory import simulate_memory
+from autoshard.passes.memory.offload import copy_seconds as offload_seconds
 from autoshard.passes.memory.simulate import statement_name
 from autoshard.passes.propagate.edges import forward_matrices, seconds_between
 from autoshard.passes.propagate.objective import Objective, alternatives, cheapest_use, objective
@@ -66,6 +67,7 @@ def describe_program(program: Program, title: str = "", optimizer: str = "adamw"
     memory = simulate_memory(program, optimizer) if memory is None else memory
     local = graph.passes * sum(_step_seconds(step)[2] for step in _redistribution_steps(program.statements))
     local += sum(c.copied_s for c in found)
+    offloaded = tuple(_offloaded(assignment, optimizer, memory, searched))
     plan = Plan(
         mesh=mesh,
         layouts={**layouts, **{alias: layouts[fqn] for alias, fqn in ties.items()}},
@@ -73,7 +75,7 @@ def describe_program(program: Program, title: str = "", optimizer: str = "adamw"
         cost=Cost(
             compute_s=searched.compute_s,
             comm_s=searched.comm_s,
-            total_s=searched.total_s,
+            total_s=searched.total_s + sum(part.exposed_s for part in offloaded if part.blocks),
             memory_bytes=memory.peak,
             flops=sum(c.flops for c in choices.values()),
             flops_per_rank=sum(_busiest_rank_flops(node, choices[node.name].flops, assignment) for node in graph.nodes),
@@ -99,6 +101,7 @@ def describe_program(program: Program, title: str = "", optimizer: str = "adamw"
         memory=memory,
         optimizer=optimizer,
         recomputed=tuple(_recomputed_values(program, memory, searched)),
+        offloaded=offloaded,
         shared_again=tuple(sorted(public.get(n, n) for n in assignment.shared_again)),
         zero={public[n]: stage for n, stage in assignment.zero.items() if n in gathered},
         prefetch=max(1, prefetch_depth(program)),
@@ -106,6 +109,16 @@ def describe_program(program: Program, title: str = "", optimizer: str = "adamw"
     )
     plan = with_rates(plan)
     return replace(plan, cost=replace(plan.cost, schedule_s=step_end(plan)))
+
+
+def _offloaded(assignment: Assignment, optimizer: str, memory: Memory, searched: Objective) -> Iterator[Offloaded]:
+    if memory.on_host:
+        resident = objective(assignment, optimizer.removesuffix(ON_HOST)).optimizer
+        taken = assignment.mesh.hardware.host_seconds(memory.on_host)
+        yield Offloaded("optimizer states", memory.on_host, taken, searched.optimizer - resident)
+    if blocks := memory.offloaded:
+        taken, exposed = offload_seconds(blocks, assignment, searched)
+        yield Offloaded("activations", sum(blocks.values()), taken, exposed, tuple(blocks))
 
 
 def _plan_choices(program: Program, searched: Objective, optimizer: str) -> dict[str, Choice]:

@@ -9,6 +9,7 @@ from typing import Any
 from autoshard.errors import PlanError
 from autoshard.hardware import Hardware
 from autoshard.layout import Layout, Shard
+from autoshard.passes.ir.memory import ON_HOST
 from autoshard.passes.memory.fit import DEFAULT_BUDGET_SHARE
 from autoshard.passes.microbatch import AUTO
 from autoshard.passes.propagate.named_strategies.strategies import STRATEGY_NAMES
@@ -18,6 +19,9 @@ from autoshard.precision import Precision
 
 CallArguments = tuple[Sequence[Any], Mapping[str, Any]]
 """arguments and keyword arguments of a call"""
+
+
+OFFLOADS = ("auto", "optimizer", "activations", "all")
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class CompileOptions:
     """whether dropout drops what one device drops; None: not on accelerators, where fused kernels drop"""
     held: float = 0.0
     """bytes per rank that other parts of the model hold meanwhile"""
+    offload: str | None = None
+    """what may be in host memory: one of :data:`OFFLOADS`; None: nothing"""
     quick: bool = False
     """few searches, and no lower bound: for plans that are only compared"""
 
@@ -62,6 +68,10 @@ class CompileOptions:
         budget = self.memory_budget
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
             raise PlanError(f"memory_budget is bytes per rank, such as 40e9, got {budget!r}")
+        if self.offload not in (None, *OFFLOADS):
+            raise PlanError(f"offload={self.offload!r} is not one of None, {', '.join(map(repr, OFFLOADS))}")
+        if self.offload in ("optimizer", "all") and not self.optimizer.endswith(ON_HOST):
+            object.__setattr__(self, "optimizer", f"{self.optimizer}{ON_HOST}")
 
     def as_planned(self) -> CompileOptions:
         """With the followed plan's optimizer, micro-batches, stages and schedule in place of
@@ -97,6 +107,7 @@ class CompileOptions:
         for pattern, hint in (self.hints or {}).items():
             yield f"--hint={pattern}={hint}" if isinstance(hint, str | Shard) else "# without hints by axis"
         names: dict[str, Any] = {name: getattr(self, name) for name in _OPTION_NAMES}
+        names["optimizer"] = self.optimizer.removesuffix(ON_HOST)
         if isinstance(self.like, Mapping):
             by_axis = all(isinstance(v, str) and v in STRATEGY_NAMES for v in self.like.values())
             names["like"] = ",".join(f"{k}={v}" for k, v in self.like.items()) if by_axis else self.like
@@ -158,6 +169,6 @@ NOTHING_KNOWN = KnownLayouts()
 
 _OPTION_NAMES = (
     *("like", "memory_budget", "optimizer", "recompute", "mixed_precision", "micro_batches", "stages", "schedule"),
-    *("stages_per_rank", "objective", "profile", "strict", "loss_chunks"),
+    *("stages_per_rank", "objective", "profile", "strict", "loss_chunks", "offload"),
 )
 """options that the command line has, too"""

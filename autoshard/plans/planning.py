@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import record_conditions
 from autoshard.passes.ir.verify import check_graph, check_program
 from autoshard.passes.lower.lowering import with_length_conditions
-from autoshard.passes.memory import lower_and_simulate, search_within_memory
+from autoshard.passes.memory import lower_and_simulate, search_with_offload, search_within_memory
 from autoshard.passes.microbatch import AUTO
 from autoshard.passes.propagate.hints import (
     fixed_parameters,
@@ -84,7 +84,7 @@ def plan_loss_chunks(
     found = Candidates[Compiled](order_seconds)
     with found.attempt("the loss at once"):
         found.add(chunked(1))
-    fast = found.best is not None and not _is_limited(found.best.plan)
+    fast = found.best is not None and not is_limited(found.best.plan)
     small = logits_bytes(graph) / micro_batches / mesh.size < OUTER_LIMITS.small_share * opts.budget(mesh.hardware)
     if fast or small or opts.quick or known.boundaries is not None or is_time_up():
         return found.cheapest()
@@ -102,7 +102,7 @@ def plan_loss_chunks(
     return found.cheapest(told=-1)
 
 
-def _is_limited(plan: Record) -> bool:
+def is_limited(plan: Record) -> bool:
     """Whether the memory budget excludes faster plans, of any stage."""
     return any(part.memory.limited for part in (plan.staged.plans if plan.staged is not None else (plan,)))
 
@@ -156,13 +156,21 @@ def _search(
         try:
             planner = make_planner(graph, mesh, opts, strategy, known, settings)
             baselines = baseline_strategies(graph, mesh, strategy)
-            return strategy, *search_within_memory(planner, opts.budget(mesh.hardware), baselines, opts.quick)
+            return strategy, *_search_memory(planner, opts, baselines)
         except InfeasibleStrategyError:
             if not known.later:
                 raise
         strategy = given_up(strategy)
         planner = make_planner(graph, mesh, opts, strategy, known, settings)
-        return strategy, *search_within_memory(planner, opts.budget(mesh.hardware), quick=opts.quick)
+        return strategy, *_search_memory(planner, opts)
+
+
+def _search_memory(
+    planner: Planner, opts: CompileOptions, baselines: Iterable[NamedStrategy] = ()
+) -> tuple[Program, Memory]:
+    """The search within memory; of blocks in host memory, too, where these options allow it."""
+    search = search_with_offload if opts.offload in ("activations", "all") else search_within_memory
+    return search(planner, opts.budget(planner.mesh.hardware), baselines, opts.quick)
 
 
 def make_planner(

@@ -60,7 +60,8 @@ def assignment_of(
     again = {name: choice.again for name, choice in plan.choices.items() if choice.again}
     shared_again = frozenset(fqns.get(n, n) for n in plan.shared_again)
     zero = {fqns[n]: stage for n, stage in plan.zero.items()}
-    return Assignment(graph, mesh, layouts, shared, choices, outputs, solution, hinted, again, shared_again, zero)
+    found = layouts, shared, choices, outputs, solution, hinted, again, shared_again, zero
+    return Assignment(graph, mesh, *found, tuple(block for part in plan.offloaded for block in part.blocks))
 
 
 def _plan_layouts(

@@ -19,7 +19,7 @@ from autoshard.layout import Grouped, Invariant, Layout, Owned, Partial, Placeme
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.analyses import LazySequence
 from autoshard.passes.ir.assignment import is_dividing_label
-from autoshard.passes.ir.memory import Memory, Recomputed
+from autoshard.passes.ir.memory import Memory, Offloaded, Recomputed
 from autoshard.passes.ir.text import show_bytes, show_seconds
 from autoshard.passes.pipeline.schedules import SCHEDULES
 
@@ -36,8 +36,7 @@ class Phase:
     tokens: int
     """tokens per request that the call reads"""
     seconds: float
-    sent: float
-    """bytes of its collectives"""
+    sent: float  # bytes of its collectives
     weights: float
     """bytes of weights read; of embedding tables the rows looked up"""
     caches: float
@@ -332,8 +331,7 @@ class Record:
     """other name of a tied parameter or buffer (also in ``layouts``) → its name everywhere else"""
     notes: tuple[str, ...] = ()
     training: bool = True
-    title: str = ""
-    """the model's class"""
+    title: str = ""  # the model's class
     modules: Mapping[str, str] = field(default_factory=dict)
     """module path → class name"""
     dtypes: Mapping[str, str] = field(default_factory=dict)
@@ -348,6 +346,8 @@ class Record:
     """optimizer whose state is counted"""
     recomputed: tuple[Recomputed, ...] = ()
     """values that the backward recomputes instead of saving (activation checkpointing)"""
+    offloaded: tuple[Offloaded, ...] = ()
+    """optimizer states and activations in host memory"""
     shared_again: tuple[str, ...] = ()
     """values whose redistribution into the shared layout is recomputed in the backward"""
     zero: Mapping[str, int] = field(default_factory=dict)

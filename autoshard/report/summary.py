@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from autoshard.layout import Shard
+from autoshard.passes.ir.memory import Offloaded
 from autoshard.passes.ir.text import block_path, show_bytes, show_seconds
 from autoshard.passes.rules.facts import is_view_named
 from autoshard.report.record import Choice, ComparedRow, Cost, Record
@@ -142,12 +143,18 @@ def _sequence_length(plan: Record) -> int | None:
 
 def strategy_text(plan: Record) -> str:
     """Such as "ZeRO-3 over dp=64, full recomputation of 12 of 32 blocks"."""
-    parts = [*_parallelism(plan), *_recomputation(plan)]
+    parts = [*_parallelism(plan), *_recomputation(plan), *map(offloaded_text, plan.offloaded)]
     if plan.staged is None and plan.micro_batches > 1:
         parts.append(f"gradient accumulation over {plan.micro_batches} micro-batches")
     if plan.loss_chunks > 1:
         parts.append(f"loss in {plan.loss_chunks} chunks")
     return ", ".join(parts)
+
+
+def offloaded_text(part: Offloaded) -> str:
+    """Such as "optimizer states on the host: 12.3 GB, 0.21 s a step, hidden 0.18 s"."""
+    hidden = show_seconds(max(0.0, part.seconds - part.exposed_s))
+    return f"{part.what} on the host: {show_bytes(part.bytes)}, {show_seconds(part.seconds)} a step, hidden {hidden}"
 
 
 def _parallelism(plan: Record) -> Iterator[str]:

@@ -25,6 +25,7 @@ from autoshard.passes.codegen.source_text import (
     literal_mesh,
     local_length,
     op_name,
+    path_tuple,
     python_path,
     shape_text,
     singular_name,
@@ -277,6 +278,7 @@ class _ProgramEmitter:
         self.symbols = [s.name for s in program.graph.symbols.read]
         self.tensors = self._tensors()
         self.read_later = self._read_later()
+        self.offloaded = frozenset(program.assignment.offloaded)
         self.wanted = PreferredNames(program, self.segments)
 
     def root(self) -> tuple[Source, dict[str, str]]:
@@ -415,6 +417,8 @@ class _ProgramEmitter:
             lines.append(f"    PREFETCH = {depth}")
         if any(s.again for s in self.program.statements):
             lines.append("    RECOMPUTES = True")
+        if offloaded := [path for paths in self.kinds.values() for path in paths if path in self.offloaded]:
+            lines.append(path_tuple("OFFLOADS", offloaded))
         lines += [block_table(self.kinds.items()), self._tensor_table("")]
         lines += def_lines("forward", signature)
         lines += self._symbol_lines()

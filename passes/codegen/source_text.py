@@ -505,6 +505,16 @@ def path_ranges(paths: Iterable[str]) -> list[tuple[str, range | None]]:
     ]
 
 
+def path_tuple(name: str, paths: Sequence[str]) -> str:
+    """``NAME = (…)``: the paths, those of a range in one expression."""
+    parts = []
+    for prefix, numbers in path_ranges(paths):
+        each = literal(prefix.replace("{", "{{").replace("}", "}}") + ".{i}")
+        loop = f"*(f{each} for i in {str(numbers).replace('(0, ', '(')})"
+        parts.append(literal(prefix) if numbers is None else loop)
+    return f"    {name} = ({', '.join(parts)},)"
+
+
 def format_paths(paths: Sequence[str]) -> str:
     return ", ".join(
         prefix if numbers is None else f"{prefix}.{numbers.start} … {prefix}.{numbers.stop - 1}"

@@ -173,6 +173,8 @@ class Assignment:
     zero: Mapping[str, int] = field(default_factory=dict)
     """parameter → ZeRO stage 1 or 2: gathered once per step; absent: stage 3, the backward gathers
     it again. Stage 1 reduces its gradient once per step, stage 2 in every micro-batch"""
+    offloaded: tuple[str, ...] = ()
+    """blocks (``layers.3``) whose saved tensors are in host memory until the backward"""
 
     @cached_property
     def pinned(self) -> frozenset[str]:

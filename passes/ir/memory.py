@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -25,9 +27,19 @@ OPTIMIZERS: Mapping[str, tuple[float, float]] = {
 }
 """optimizer → numbers kept per element, and per row and column of a matrix (at least float32)"""
 
+ON_HOST = "@host"
+"""end of the name of an optimizer whose states are in host memory between steps"""
+
 
 def optimizer_bytes(optimizer: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
-    """Bytes of optimizer state for a parameter or shard. Raises :class:`PlanError` on others."""
+    """Bytes of optimizer state for a parameter or shard on the device: none of one :data:`ON_HOST`."""
+    found = state_bytes(optimizer, shape, dtype)
+    return 0.0 if optimizer.endswith(ON_HOST) else found
+
+
+def state_bytes(optimizer: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
+    """Bytes of optimizer state for a parameter or shard, wherever it is. Raises :class:`PlanError` on others."""
+    optimizer = optimizer.removesuffix(ON_HOST)
     if optimizer not in OPTIMIZERS:
         raise PlanError(f"optimizer={optimizer!r} is not known. Known: {', '.join(OPTIMIZERS)}.")
     each, factored = OPTIMIZERS[optimizer]
@@ -40,6 +52,30 @@ def optimizer_bytes(optimizer: str, shape: tuple[int, ...], dtype: torch.dtype) 
             rows, columns = rows * n, columns * n
         sides = rows + columns if len(shape) > 1 else numel
     return (each * numel + factored * sides) * max(4, dtype.itemsize)
+
+
+def host_buckets(sizes: Sequence[float]) -> list[int]:
+    """Parameters per bucket whose states come from the host together. ``sizes``: bytes of the states of each.
+
+    A bucket has a share of at most 1 / :data:`BUCKETS_ON_HOST` of all states, or is one parameter."""
+    most, counts, filled = sum(sizes) / BUCKETS_ON_HOST, list[int](), math.inf
+    for size in sizes:
+        if filled + size > most:
+            counts, filled = [*counts, 0], 0.0
+        counts[-1] += 1
+        filled += size
+    return counts
+
+
+BUCKETS_ON_HOST = 16
+"""least number of buckets: few kernels in each would leave the link idle, few buckets take memory"""
+
+
+def host_bytes_in_flight(sizes: Sequence[float]) -> float:
+    """Most bytes of states on the device at once: of three buckets, that come, are updated, and go."""
+    ends = list(itertools.accumulate(host_buckets(sizes)))
+    each = [sum(sizes[a:b]) for a, b in itertools.pairwise((0, *ends))]
+    return max((sum(each[i : i + 3]) for i in range(len(each))), default=0.0)
 
 
 def orthogonalization_flops(shape: tuple[int, ...]) -> float:
@@ -78,6 +114,10 @@ class Memory:
     tensors kept for the recomputation"""
     gathered: float = 0.0
     """part of the activations: parameters that ZeRO keeps gathered; all micro-batches share them"""
+    on_host: float = 0.0
+    """states of the optimizer in host memory"""
+    offloaded: Mapping[str, float] = field(default_factory=dict)
+    """block → bytes of its saved activations in host memory"""
     limited: bool = False
     """whether the budget excludes the fastest plan, which needs more"""
 
@@ -120,3 +160,19 @@ class Recomputed:
     """bytes saved per rank"""
     seconds: float
     """seconds of recomputation per rank and step"""
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """What a step keeps in host memory and copies to the device and back."""
+
+    what: str
+    """"optimizer states" or "activations" """
+    bytes: float
+    """bytes in host memory per rank"""
+    seconds: float
+    """seconds of the copies per rank and step; in both directions at a time"""
+    exposed_s: float
+    """seconds of them that the step waits for"""
+    blocks: tuple[str, ...] = ()
+    """repeated modules whose saved activations these are"""

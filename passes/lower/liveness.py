@@ -210,7 +210,9 @@ def _viewed_local(s: Statement) -> str | None:
 
 
 def _backward_locals(program: Program) -> set[str]:
-    """Locals that autograd saves or a recomputed part reads, without results of other parts."""
+    """Locals that autograd saves or a recomputed part reads, without results of other parts.
+
+    What an offloaded block saves leaves the device, so its locals are worth to be freed."""
     if not program.graph.training:
         return set()
     found: set[str] = set()
@@ -220,6 +222,8 @@ def _backward_locals(program: Program) -> set[str]:
         for part in s.parts:
             made.update(dict.fromkeys(part.outputs, s.again))
             leaves.update(name for name in reads(part) if made.get(name) not in (0, s.again))
+            if s.block in program.assignment.offloaded:
+                continue
             found.update(name for name in _autograd_locals(part, program) if made.get(name, 0) in (0, s.again))
             if s.again or part.again:
                 found.update(name for name in reads(part) if not made.get(name))

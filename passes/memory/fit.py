@@ -225,10 +225,12 @@ def lower_and_simulate(assignment: Assignment, optimizer: str, micro_batches_hel
 def _budget_error(memory: Memory, budget: float, mesh: Mesh) -> str:
     largest = max(memory.at_peak, key=lambda part: memory.at_peak[part])
     helps = {
-        "activations": "recompute, a smaller batch per rank, micro-batches, or more ranks on an axis that "
-        "shards the batch or the sequence",
+        "activations": "recompute, offload='activations', a smaller batch per rank, micro-batches, or more ranks on an "
+        "axis that shards the batch or the sequence",
         "temporaries": "a smaller batch per rank, or more ranks on an axis that shards the largest operation",
-    }.get(largest, "more ranks on an axis that may shard parameters, or an optimizer with less state")
+    }.get(
+        largest, "more ranks on an axis that may shard parameters, an optimizer with less state, or offload='optimizer'"
+    )
     return (
         f"no plan within {show_bytes(budget, 4)} per rank was found on {mesh}. The least peak found is "
         f"{show_bytes(memory.peak, 4)}, at {memory.moment} ({memory.dominant()}). What helps: {helps}."

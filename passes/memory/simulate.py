@@ -8,53 +8,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
 from autoshard.passes.ir.graph import Graph, Ref
-from autoshard.passes.ir.memory import Memory, optimizer_bytes
+from autoshard.passes.ir.memory import Memory, host_bytes_in_flight, optimizer_bytes, state_bytes
 from autoshard.passes.ir.program import Program, Statement, reads
 from autoshard.passes.lower.blocks import Segment, program_segments
 from autoshard.passes.lower.bucket import prefetch_depth, regathered_parameters
 from autoshard.passes.lower.recompute import recomputed_statements, redrawn_dropouts
+from autoshard.passes.memory.storages import Heap, OffloadedSaves, ReplayedPart, ReplayedStatement
 from autoshard.passes.propagate.prices.roofline import sparse_gradient_bytes
 from autoshard.passes.rules.facts import saved_for_backward
 from autoshard.passes.rules.interpreters import Outcome, ResultSpec, TensorSpec, abstract_run_on
-
-
-@dataclass
-class Heap:
-    """Storages, their reference counts, and the bytes alive at any time."""
-
-    sizes: list[int] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
-    """references by locals, gradients and the caller"""
-    saved: list[int] = field(default_factory=list)
-    """references by tensors that autograd saves"""
-    alive: float = 0.0
-    kept: float = 0.0
-
-    def new(self, size: int) -> int:
-        """A new storage without references."""
-        for column, value in ((self.sizes, size), (self.held, 0), (self.saved, 0)):
-            column.append(value)
-        return len(self.sizes) - 1
-
-    def hold(self, storage: int, by: int = 1) -> None:
-        before = self.held[storage] + self.saved[storage]
-        self.held[storage] += by
-        self._changed(storage, before)
-
-    def save(self, storage: int, by: int = 1) -> None:
-        before, was = self.held[storage] + self.saved[storage], self.saved[storage]
-        self.saved[storage] += by
-        self.kept += self.sizes[storage] * ((self.saved[storage] > 0) - (was > 0))
-        self._changed(storage, before)
-
-    def _changed(self, storage: int, before: int) -> None:
-        self.alive += self.sizes[storage] * ((self.held[storage] + self.saved[storage] > 0) - (before > 0))
 
 
 def statement_name(part: Statement) -> str:
@@ -104,44 +72,6 @@ def outcome_by_rule(
         kept += [~slot for i, slot in enumerate(s.node.output_slots) if i in found.results]
     grads = tuple(None if (size := gradient(o)) is None else int(size) for o in operands)
     return Outcome(made, tuple(sizes), tuple(kept), sum(sizes), grads, sum(g or 0 for g in grads))
-
-
-@dataclass(frozen=True)
-class ReplayedStatement:
-    """A statement of a recomputed part, as recorded in the forward."""
-
-    statement: Statement
-    new: tuple[int, ...]
-    """storages that it made"""
-    outputs: Mapping[str, int]
-    """its locals → storages"""
-    peak: int
-    """most bytes of new tensors at once during the statement"""
-
-
-@dataclass
-class ReplayedPart:
-    """Statements that the backward recomputes together."""
-
-    reads: Collection[str]
-    """locals from outside"""
-    inner: Collection[str]
-    """locals without readers outside"""
-    sums: float = 0.0
-    """bytes of internal sums over ranks, which are saved instead of repeated"""
-    inputs: tuple[int, ...] = ()
-    """storages of ``reads``, without those of parameters and buffers"""
-    ran: list[ReplayedStatement] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, statements: Sequence[Statement], segment: Segment) -> ReplayedPart:
-        """``segment``: the block's run that contains the part."""
-        made = {o for s in statements for o in s.outputs}
-        number = statements[0].again
-        outside = {n for s in segment.statements if s.again != number for n in reads(s)}
-        read = dict.fromkeys(n for s in statements for n in reads(s) if n not in made)
-        sums = sum(c.bytes for s in statements for part in s.parts for c in part.internal if c.kept)
-        return cls(read, made - outside - set(segment.outputs), sums)
 
 
 class PrefetchBytes(NamedTuple):
@@ -222,6 +152,8 @@ class _Simulation:
         self.shared: set[int] = set()
         """storages of buckets that are gathered once per step"""
         self.constant = dict.fromkeys(("parameters", "optimizer", "buffers"), 0.0)
+        self.on_host: list[float] = []
+        """bytes of optimizer states in host memory, per parameter"""
         self.gradients = self.activations = self.gathered = 0.0
         self.best = Memory()
         self.curve: dict[tuple[str, str], float] = {}
@@ -242,13 +174,21 @@ class _Simulation:
         """other storages that autograd saves"""
         self.extra: dict[int, Statement] = {}
         """storage saved only for recomputation → the first statement that reads it"""
+        self.block = OffloadedSaves()
+        """what the block that runs has saved, if it is offloaded"""
+        self.offloads: list[OffloadedSaves] = []
+        self.leaving: list[int] = []
+        self.sent: dict[int, int] = {}
+        """storage in host memory → place in ``offloads``"""
         for value in self.graph.inputs:
             self._input(value.name, value.kind, optimizer)
         if self.graph.training and self.graph.passes > 1:
             self._start_last_micro_batch()
 
     def run(self) -> Memory:
+        offloaded = self.program.assignment.offloaded if self.graph.training else ()
         for segment in program_segments(self.program):
+            self.block = OffloadedSaves(segment.path)
             for number, group in groupby(segment.statements, key=lambda s: s.again):
                 statements = tuple(group)
                 if number:
@@ -260,6 +200,10 @@ class _Simulation:
                     self._drop_locals(self.parts[number].inner)
             if segment.path:
                 self._drop_locals({o for s in segment.statements for o in s.outputs} - set(segment.outputs))
+                self._settle()
+                if segment.path in offloaded:
+                    self._offload()
+        self._settle()
         self.activations = self.heap.kept
         self.gathered = float(sum(self.heap.sizes[x] for x in self.shared if self.heap.saved[x]))
         self._drop_locals(set(self.storage) - self.program.returned - {i.name for i in self.graph.inputs})
@@ -267,7 +211,7 @@ class _Simulation:
             self._seed_gradients()
             for ran in reversed(self.tape):
                 self._backward(ran)
-            self._note_peak(None, "step", 0.0)
+            self._note_peak(None, "step", host_bytes_in_flight(self.on_host))
         grads = sum(self._gradient(i.name) for i in self.graph.inputs if self._trained(i.name))
         constant = self.constant
         return Memory(
@@ -283,6 +227,8 @@ class _Simulation:
             tuple((op, phase, size) for (op, phase), size in self.curve.items()),
             self._recomputed(),
             self.gathered,
+            sum(self.on_host),
+            {block.path: float(sum(map(self.heap.sizes.__getitem__, block.storages))) for block in self.offloads},
         )
 
     def _recomputed(self) -> dict[str, float]:
@@ -315,7 +261,9 @@ class _Simulation:
             self.constant["parameters" if kind == "parameter" else "buffers"] += size
             size = 0
         if self._trained(name):
-            self.constant["optimizer"] += optimizer_bytes(optimizer, form.shape, form.dtype)
+            state = optimizer_bytes(optimizer, form.shape, form.dtype)
+            self.constant["optimizer"] += state
+            self.on_host.append(state_bytes(optimizer, form.shape, form.dtype) - state)
         self.storage[name] = self.heap.new(size)
         self.heap.hold(self.storage[name])
         self.fixed.add(self.storage[name])
@@ -390,6 +338,7 @@ class _Simulation:
         part = self.parts[number] = ReplayedPart.of(statements, segment)
         part.inputs = tuple(dict.fromkeys(self.storage[n] for n in part.reads))
         part.inputs = tuple(x for x in part.inputs if x not in self.fixed)
+        part.counted = tuple(x for x in part.inputs if x in self.uses)
         kept = (*(x for x in part.inputs if x not in self.uses), self.heap.new(int(part.sums)))
         for s in statements:
             for x in (self.storage[name] for name in reads(s) if name in part.reads):
@@ -403,7 +352,40 @@ class _Simulation:
             if x in self.uses:
                 self.uses[x] += 1
             else:
+                if not self.heap.saved[x]:
+                    self.block.storages.append(x)
                 self.heap.save(x)
+
+    # --- blocks in host memory ---
+
+    def _offload(self) -> None:
+        """What the block saved leaves: for the host, when the next block has computed."""
+        storages = [x for x in dict.fromkeys(self.block.storages) if x not in self.fixed | self.shared]
+        for x in storages:
+            self.uses[x] = self.heap.saved[x]
+            self.heap.hold(x)
+            self.heap.save(x, -self.uses[x])
+            self.sent[x] = len(self.offloads)
+        self.offloads.append(OffloadedSaves(self.block.path, storages))
+        self.leaving = storages
+
+    def _settle(self) -> None:
+        """What an earlier block sent is in host memory."""
+        for x in self.leaving:
+            self.heap.hold(x, -1)
+        self.leaving = []
+
+    def _return(self, number: int) -> None:
+        """What block ``number`` saved comes back, and that of the block before it begins to."""
+        for block in self.offloads[max(0, number - 1) : number + 1]:
+            for x in block.storages:
+                if self.uses[x] and x not in self.present:
+                    self._hold_recomputed(x)
+        self.offloads[number].awaited = False
+
+    def _is_away(self, storage: int) -> bool:
+        """Whether the backward has to bring a storage, or to begin with its block."""
+        return storage not in self.present or (storage in self.sent and self.offloads[self.sent[storage]].awaited)
 
     def _record_outputs(self, s: Statement, operands: tuple[str, ...], outcome: Outcome, again: int = 0) -> None:
         new = [self.heap.new(size) for size in outcome.new]
@@ -475,7 +457,7 @@ class _Simulation:
     def _backward(self, ran: _TapeEntry) -> None:
         given = [name for name in ran.outputs if name in self.gradient]
         if given:
-            for storage in (x for x in ran.kept if x in self.uses and x not in self.present):
+            for storage in (x for x in ran.kept if x in self.uses and self._is_away(x)):
                 self._recompute(storage)
             if ran.statement.members and ran.statement.call.fn in ("enter_parameters", "gather_parameters"):
                 self._reduce_bucket(ran)
@@ -498,7 +480,9 @@ class _Simulation:
 
     def _recompute(self, storage: int) -> None:
         """Recompute a part at its first use; each storage lives until its last use."""
-        if storage in self.bucket:
+        if storage in self.sent:
+            self._return(self.sent[storage])
+        elif storage in self.bucket:
             self.under_way = self.prefetch[self.bucket[storage]].backward
             self._hold_recomputed(storage)
         else:
@@ -511,7 +495,7 @@ class _Simulation:
     def _replay_part(self, part: ReplayedPart) -> None:
         again = [x for x in part.inputs if x in self.uses]
         for x in again:
-            if x not in self.present:
+            if self._is_away(x):
                 self._recompute(x)
         local: dict[str, int] = {}
         for ran in part.ran:
@@ -528,7 +512,8 @@ class _Simulation:
         for storage in local.values():
             self.heap.hold(storage, -1)
         for x in again:
-            self._release_recomputed(x)
+            if x in part.counted:
+                self._release_recomputed(x)
 
     def _propagate_gradients(self, ran: _TapeEntry) -> None:
         outcome = ran.outcome

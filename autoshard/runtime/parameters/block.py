@@ -23,6 +23,7 @@ from autoshard.runtime.operations.collectives import UnshardedPlacement
 from autoshard.runtime.parameters.bucket import Bucket, BucketTensors, Dtypes, FlatBucket, move_bucketed
 from autoshard.runtime.parameters.coalesced import bucket_gradients, gathered_lengths
 from autoshard.runtime.parameters.gradients import EnteringKey, Gradients
+from autoshard.runtime.parameters.offload import keep_on_device
 from autoshard.runtime.parameters.recompute import (
     RecomputeSource,
     dropping_recomputable,
@@ -359,6 +360,8 @@ def _through_parameter_bucket(bucket: Bucket, xs: Sequence[Tensor], zero: int = 
         out: BucketTensors = _ParameterBucketNode.apply(bucket, zero, *xs)
     else:
         out = _bucket_forward(bucket, xs, zero)[0]
+    if zero < 3:
+        keep_on_device(out)
     if zero == 3 and _regather_scope.depth and bucket.moves[0].verb == "all_gather":
         forget_freed_storages()
         again = _RegatherSource(bucket, tuple(xs), _regather_scope.before, _regather_scope.ahead)

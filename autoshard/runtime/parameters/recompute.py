@@ -93,6 +93,11 @@ class SavedTensor(NamedTuple):
     tensor: Tensor
     version: int
 
+    @classmethod
+    def of(cls, x: Tensor) -> SavedTensor:
+        """``x`` as it is now."""
+        return cls(x.detach(), _version_of(x))
+
     def get(self, what: str = "") -> Tensor:
         """The tensor. Raises :class:`RuntimeMismatchError` if it changed; ``what``: its name."""
         if _version_of(self.tensor) != self.version:
@@ -115,6 +120,28 @@ def mark_recomputable(value: Tensor, source: RecomputeSource, number: int) -> No
     _recomputable_storages[storage._cdata] = (StorageWeakRef(storage), source, number, value.dtype)
 
 
+def is_recomputable(x: Tensor) -> bool:
+    """Whether the storage of ``x`` was marked."""
+    return storage_id(x) in _recomputable_storages
+
+
+_savers: dict[int, Callable[[Tensor], object]] = {}
+"""by thread: told of each tensor before it is saved, and may mark it"""
+
+
+@contextlib.contextmanager
+def saving_through(tell: Callable[[Tensor], object]) -> Iterator[None]:
+    """Inside, call ``tell`` with each tensor before this thread saves it: it may mark the tensor."""
+    here = threading.get_ident()
+    before, _savers[here] = _savers.get(here), tell
+    try:
+        yield
+    finally:
+        del _savers[here]
+        if before is not None:
+            _savers[here] = before
+
+
 _saved_observers: dict[int, Callable[[Tensor], object]] = {}
 """by thread"""
 
@@ -133,11 +160,13 @@ def observing_saved_tensors(tell: Callable[[Tensor], object]) -> Iterator[None]:
 
 def pack_saved(x: Tensor) -> SavedTensor | _RecomputedView:
     """The pack hook for saved tensors."""
+    if _savers and (save := _savers.get(threading.get_ident())) is not None:
+        save(x)
     entry = _recomputable_storages.get(storage_id(x))
     if entry is None or x.dtype != entry[3]:
         if _saved_observers and (tell := _saved_observers.get(threading.get_ident())) is not None:
             tell(x)
-        return SavedTensor(x.detach(), _version_of(x))
+        return SavedTensor.of(x)
     _, source, number, _ = entry
     source.asked(number)
     return _RecomputedView(source, number, x.shape, x.stride(), int(x.storage_offset()))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.parameters.block import Prefetcher, regather
+from autoshard.runtime.parameters.offload import offloading, offloading_class
 from autoshard.runtime.parameters.recompute import dropping_recomputable
 
 
@@ -71,6 +72,8 @@ class RankModule(Block):
     """whether parts are recomputed in the backward"""
     GATHERS: ClassVar[bool] = False
     """whether gathered parameters are gathered again in the backward instead of saved"""
+    OFFLOADS: ClassVar[tuple[str, ...]] = ()
+    """blocks whose saved tensors are in host memory until the backward"""
     PREFETCH: ClassVar[int] = 0
     """number of parameter buckets gathered ahead, forward and backward"""
 
@@ -80,7 +83,8 @@ class RankModule(Block):
     def __init__(self) -> None:
         super().__init__()
         for path, block in self.BLOCKS.items():
-            placed = block()
+            kind: Any = block
+            placed = (offloading_class(kind, path in self.OFFLOADS) if self.OFFLOADS else kind)()
             placed.__dict__["block_path"] = path
             self.place(path, placed)
         for name, own in (("_slots", dict(self._find_slots())), ("_ahead", Prefetcher(self.PREFETCH))):
@@ -95,16 +99,18 @@ class RankModule(Block):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward; call :meth:`bind_tensors` first."""
-        if not (self.PREFETCH or self.GATHERS or self.RECOMPUTES):
+        if not (self.PREFETCH or self.GATHERS or self.RECOMPUTES or self.OFFLOADS):
             return super().__call__(*args, **kwargs)
+        stays = (x for x in (*self.tensors(), *args, *kwargs.values()) if isinstance(x, Tensor))
         ahead = self._ahead.forward(self._bound()) if self.PREFETCH else contextlib.nullcontext()
         with (
             ahead,
             regather(self.PREFETCH)
             if self.GATHERS
             else dropping_recomputable()
-            if self.RECOMPUTES
+            if self.RECOMPUTES or self.OFFLOADS
             else contextlib.nullcontext(),
+            offloading(stays) if self.OFFLOADS else contextlib.nullcontext(),
         ):
             return super().__call__(*args, **kwargs)
 

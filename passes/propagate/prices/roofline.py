@@ -23,7 +23,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.analyses import cached_per_node
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType
-from autoshard.passes.ir.memory import optimizer_bytes, orthogonalization_flops
+from autoshard.passes.ir.memory import ON_HOST, orthogonalization_flops, state_bytes
 from autoshard.passes.ir.program import InternalCollective
 from autoshard.passes.ir.rewrite import NodeBuilder
 from autoshard.passes.rules import rule_for
@@ -472,13 +472,16 @@ def sparse_gradient_bytes(type_: TensorType, states: Sequence[tuple[Placement, .
 
 def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh) -> float:
     """Seconds of the optimizer's update of a parameter, bound by traffic of value (twice),
-    gradient, state (twice). A fused kernel updates many, so one pays no launch."""
-    if not type_.grad or optimizer == "none" or is_ideal_network(mesh):
+    gradient, state (twice). A fused kernel updates many, so one pays no launch. States on the host
+    come and go beside the updates of other parameters."""
+    if not type_.grad or optimizer.removesuffix(ON_HOST) == "none" or is_ideal_network(mesh):
         return 0.0
     shape, dtype = local_shape(type_.updates.shape, placements, mesh), type_.kept.dtype
-    state = optimizer_bytes(optimizer, shape, dtype)
+    state = state_bytes(optimizer, shape, dtype)
     seconds: float = mesh.hardware.update_seconds(3 * math.prod(shape) * dtype.itemsize + 2 * state)
-    if optimizer == "muon":
+    if optimizer.endswith(ON_HOST) and state:
+        seconds = max(seconds, mesh.hardware.host_seconds(state))
+    if optimizer.removesuffix(ON_HOST) == "muon":
         seconds += _orthogonalization_seconds(type_.updates.shape, shape, dtype, mesh)
     busiest = owner_imbalance(type_, placements, mesh)
     return busiest * mesh.hardware.relative_duration(mesh.size / busiest, mesh.size) * seconds

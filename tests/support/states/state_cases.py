@@ -98,7 +98,7 @@ SLOW = set(
     what_a_call_leaves_for_the_next wrapped_to_be_made_again
     a_step_after_no_sync copied dtensors_of_ones_own experts_in_modules_lie_whole_on_one_rank
     gradients_of_functions_of_outputs loaded_from_files local_inputs_that_do_not_fit optimizers_of_torch
-    the_configuration_of_transformers_set_later matrices_dealt_to_ranks
+    the_configuration_of_transformers_set_later matrices_dealt_to_ranks optimizer_states_on_the_host activations_on_the_host
     parameters_replaced_by_assignment text_generated_by_transformers
     weights_cut_in_every_part_are_clipped_saved_and_loaded
 """.split()

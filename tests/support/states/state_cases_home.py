@@ -27,11 +27,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoshard
 from autoshard import AutoshardError, PlanError
+from autoshard.runtime.parameters.offload import OffloadedBlock
 from autoshard.transfers.files import SAFETENSORS_INDEX
 from autoshard.transfers.messages import RankMessages
 
@@ -248,6 +250,89 @@ def stepped_on_whole_tensors(mesh: autoshard.Mesh) -> None:
                 schedule.step()
         same_state(sharded, model)
     assert [p.shape for p in sharded.parameters()] == [p.shape for p in model.parameters()]
+
+
+@case
+def optimizer_states_on_the_host(mesh: autoshard.Mesh) -> None:
+    """By autoshard.offloaded: updates are one device's, with a scheduler, clipping, and states saved and loaded."""
+    model, sharded = pair(mesh, Net, ids())
+
+    def make(module: Any) -> Any:
+        return torch.optim.AdamW(module.parameters(), lr=1e-2, amsgrad=True, eps=1e-6)
+
+    optimizers = [make(model), autoshard.offloaded(make(sharded))]
+    schedules = [torch.optim.lr_scheduler.StepLR(x, 1, 0.5) for x in optimizers]
+    for step in range(4):
+        if step == 2:
+            state = autoshard.full_optimizer_state_dict(sharded, optimizers[1])
+            optimizers[1] = autoshard.offloaded(make(sharded))
+            autoshard.load_full_optimizer_state_dict(sharded, optimizers[1], state)
+        for module, optimizer in zip((model, sharded), optimizers, strict=True):
+            optimizer.zero_grad()
+            module(ids(seed=step))[0].backward()
+            autoshard.clip_grad_norm_(module, 0.1) if module is sharded else nn.utils.clip_grad_norm_(
+                module.parameters(), 0.1
+            )
+            optimizer.step()
+        for schedule in schedules if step < 2 else ():
+            schedule.step()
+    same_state(sharded, model)
+    assert any(x.ndim for entry in optimizers[1].state.values() for x in entry.values())
+
+
+class Narrow(nn.Module):
+    """Layers that keep more when recomputed than one of them needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        each = (nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(6))
+        self.layers, self.first = nn.ModuleList(each), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+@case
+def activations_on_the_host(mesh: autoshard.Mesh) -> None:
+    """A budget that recomputation does not meet is met; weights after three steps are one device's."""
+    torch.manual_seed(0)
+    model, x = Narrow().double(), torch.randn(2 * 8192, 16, dtype=torch.float64)
+    asked: dict[str, Any] = {"like": "ddp", "recompute": "blocks", "parts": None}
+    on = autoshard.Mesh(dict(mesh.sizes), "cpu")
+    least = autoshard.plan(model, on, (x,), like="ddp", recompute="blocks").memory.peak
+    asked["memory_budget"] = 0.85 * least
+    with refused("no plan within", PlanError):
+        autoshard.compile(copy.deepcopy(model), on, (x,), **asked)
+    sharded = autoshard.compile(copy.deepcopy(model), on, (x,), offload="activations", **asked)
+    assert sharded.plan.memory.peak <= asked["memory_budget"]
+    (found,) = sharded.plan.offloaded
+    assert found.blocks[0] == "layers.0"
+    sent, send = list[StorageWeakRef](), OffloadedBlock.send
+    sizes = list[int]()
+
+    def noted(block: OffloadedBlock, value: torch.Tensor) -> None:
+        sizes.append(value.untyped_storage().nbytes())
+        sent.append(StorageWeakRef(value.untyped_storage()))
+        send(block, value)
+
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-6) for m in (model, sharded)]
+    with mock.patch.object(OffloadedBlock, "send", noted):
+        for _ in range(3):
+            for module, optimizer in zip((model, sharded), optimizers, strict=True):
+                optimizer.zero_grad()
+                loss = module(x)
+                assert all(ref.expired() for ref in sent)  # the device has none of them between forward and backward
+                loss.backward()
+                optimizer.step()
+    here = 1 if dist.is_initialized() else on.size
+    assert sum(sizes) == 3 * here * found.bytes > 0
+    same_state(sharded, model)
+    sharded.eval()
+    with torch.no_grad():
+        close(sharded(x), model(x))
 
 
 @case
