@@ -241,7 +241,7 @@ PlannedPipeline = tuple[tuple[PlannedStage, ...], Plan]
 """all stages in order, and their combined plan"""
 
 
-def _step_seconds(planned: PlannedPipeline) -> float:
+def _seconds_of_all(planned: PlannedPipeline) -> float:
     return planned[1].cost.total_s
 
 
@@ -268,7 +268,7 @@ class StagePlanner:
         Stages of one rank share its memory equally: recomputation saves most where most micro-batches are in
         flight. Where memory is tight, :meth:`_stage_budgets` compete; of many stages only if nothing else fits.
         """
-        budget, found = self.opts.budget(self.mesh.hardware), Candidates[PlannedPipeline](_step_seconds)
+        budget, found = self.opts.budget(self.mesh.hardware), Candidates[PlannedPipeline](_seconds_of_all)
         with found.attempt("equal shares of memory"):
             found.add(self._within([budget / self.chunks] * len(self.stages)))
         best, several = found.best, self.chunks > 1 and self.stages.whole.training
@@ -296,7 +296,7 @@ class StagePlanner:
         A stage is planned without the later ones, and not optimally under a limit. So if memory may
         decide, plans that keep parameters gathered and named strategies compete. Many stages are planned once.
         """
-        found = Candidates[PlannedPipeline](_step_seconds)
+        found = Candidates[PlannedPipeline](_seconds_of_all)
         opts, known = self.opts, self.known
         with found.attempt("stages one after another"):
             found.add(self._in_order(opts, known, limits, keep_gathered=self.many))

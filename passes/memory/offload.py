@@ -60,7 +60,7 @@ def search_with_offload(
 ) -> Simulated:
     """As :func:`search_within_memory`, where saved tensors of blocks may be in host memory."""
     budget = DEFAULT_BUDGET_SHARE * planner.mesh.hardware.memory_bytes if memory_budget is None else memory_budget
-    found = Candidates[Simulated](lambda each: _step_seconds(each, planner.optimizer))
+    found = Candidates[Simulated](lambda each: _seconds_with_offload(each, planner.optimizer))
     with found.attempt("activations on the device"):
         found.add(search_within_memory(planner, budget, baselines, quick))
     if not planner.graph.training or (found.best is not None and not found.best[1].limited):
@@ -77,7 +77,7 @@ LEAST_SLACK = 1.001
 """a plan of the least peak found is looked for within this multiple of it"""
 
 
-def _step_seconds(found: Simulated, optimizer: str) -> float:
+def _seconds_with_offload(found: Simulated, optimizer: str) -> float:
     program, memory = found
     seconds = program.assignment.solution.cost
     if not memory.offloaded:

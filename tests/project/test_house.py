@@ -67,18 +67,18 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 81667,
-    "tokens": 694591,
-    "lines over 100 columns": 5031,
-    "files": 368,
-    "files under 60 lines": 9,
-    "names at module level in 3 or more files": 7,
-    "numeric constants at module level": 94,
+    "lines": 81441,
+    "tokens": 703916,
+    "lines over 100 columns": 4855,
+    "files": 374,
+    "files under 60 lines": 8,
+    "names at module level in 3 or more files": 8,
+    "numeric constants at module level": 99,
     "private names of torch, however imported": 110,
     "private paths of torch": 37,
     "files that name a private path of torch": 9,
     "functions with more than 10 parameters": 2,
-    "parameters of the longest list": 26,
+    "parameters of the longest list": 27,
 }
 """of the library. Lower a limit with the change that makes room; raise one only by a commit that says why"""
 
