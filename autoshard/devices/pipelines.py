@@ -45,7 +45,7 @@ STAGE_AXIS = "pp"
 SEARCHED_SCHEDULES = ("1f1b", "interleaved")
 """schedules searched by default; GPipe has the bubble of 1F1B and needs more memory"""
 LARGEST_RING = 256
-"""most ranks of an axis that can shard sequences; a larger one must divide the batch"""
+"""most ranks of an outer axis of a stage that are tried beyond the batch: as many may share sequences"""
 INTERLEAVED_STAGES = (2, 4)
 """stages per rank that are searched for interleaved schedules"""
 

@@ -52,7 +52,9 @@ def _offloaded_class(kind: Any) -> Any:
         own = own.__wrapped__
     alone = kind.__module__.startswith("torch.optim.") and not issubclass(kind, torch.optim.LBFGS)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (_HostStates, kind), {**names, "kind": kind, "own": own, "alone": alone, "step": step})
+    return type(
+        kind.__name__, (_HostStates, kind), {**names, "kind": kind, "own": own, "alone_on_host": alone, "step": step}
+    )
 
 
 def _revived(kind: Any) -> Any:
@@ -66,36 +68,37 @@ class _HostStates(torch.optim.Optimizer):
     kind: Any
     own: Callable[..., Any]
     """``kind.step`` without hooks"""
-    alone: bool
+    alone_on_host: bool
     """whether a step of ``kind`` updates each parameter by itself"""
 
     def __reduce__(self) -> Any:
         return _revived, (self.kind,), self.__getstate__()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step."""
+    def step(self, closure: Callable[[], Any] | None = None, **named: Any) -> Any:
+        """A step. ``named``: further arguments of an optimizer that is not of ``torch.optim``."""
         every, loss = [p for group in self.param_groups for p in group["params"]], None
-        if closure is not None and self.alone:
+        if closure is not None and self.alone_on_host:
             with torch.enable_grad():
                 loss = closure()
             closure = None
-        buckets = self._buckets([p for p in every if p.grad is not None]) if self.alone else [every]
-        coming, going = _fetch(buckets[0], self) if buckets else {}, list[list[HostCopy]]()
+        buckets = self._buckets([p for p in every if p.grad is not None]) if self.alone_on_host else [every]
+        here, coming, going = dict[int, HostCopy](), dict[int, HostCopy](), list[list[HostCopy]]()
         try:
+            coming = _fetch(buckets[0], self) if buckets else {}
             for number, bucket in enumerate(buckets):
                 here = coming
                 while len(going) > 1:
                     _release(going.pop(0))
                 coming = _fetch(buckets[number + 1], self) if number + 1 < len(buckets) else {}
                 _release(here.values())
-                if self.alone:
+                if self.alone_on_host:
                     self._step_of(bucket)
                 else:
-                    loss = self.own(closure)
+                    loss = self.own(closure, **named)
                 going.append(_leave(bucket, self, here))
                 here = {}
         finally:
-            for copies in going:
+            for copies in (*going, here.values(), coming.values()):  # an error may leave some under way
                 _release(copies, settled=True)
         return loss
 
@@ -159,7 +162,8 @@ def _leave(
     found = []
     for x in (x for p in bucket for x in _moved(p, optimizer)):
         host = came[id(x)].source if came and id(x) in came else None
-        copy = to_host(x.data, host if host is not None and host.shape == x.shape else None)
+        fits = host is not None and (host.shape, host.dtype) == (x.shape, x.dtype)
+        copy = to_host(x.data, host if fits else None)
         x.data = copy.made
         found.append(copy)
     return found

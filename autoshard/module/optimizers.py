@@ -212,6 +212,10 @@ def whole(optimizer: OptimizerT) -> OptimizerT:
         raise AutoshardError(
             "pipeline stages cannot be stepped on full tensors: a rank has parameters of its own stages only"
         )
+    if of and hasattr(optimizer, "alone_on_host"):
+        raise AutoshardError(
+            "the states of this optimizer are offloaded, so they cannot be gathered for a step on full tensors"
+        )
     own = optimizer.step
 
     @functools.wraps(own)

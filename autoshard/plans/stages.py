@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar, cast
 
-from autoshard.errors import AutoshardError, MeshError, PlanError
+from autoshard.errors import AutoshardError, BudgetError, MeshError, PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.codegen import Source, codegen_stages
@@ -275,8 +275,9 @@ class StagePlanner:
         if several and (best is None or (_is_memory_tight(best[0]) and not self.many)):
             with found.attempt("memory by micro-batches in flight"):
                 other = self._within(self._stage_budgets(budget))
-                if best is None or other[1].memory.peak <= budget:
-                    found.add(other)
+                if (peak := other[1].memory.peak) > budget:
+                    raise BudgetError(f"the stages of a rank need {peak:.4g} B together", peak)
+                found.add(other)
         return found.cheapest()
 
     def _stage_budgets(self, budget: float) -> list[float]:
@@ -294,7 +295,8 @@ class StagePlanner:
         """The cheapest plans within ``limits``, bytes per stage.
 
         A stage is planned without the later ones, and not optimally under a limit. So if memory may
-        decide, plans that keep parameters gathered and named strategies compete. Many stages are planned once.
+        decide, plans that keep parameters gathered and named strategies compete. Many stages
+        are planned once where that fits.
         """
         found = Candidates[PlannedPipeline](_seconds_of_all)
         opts, known = self.opts, self.known
@@ -308,7 +310,7 @@ class StagePlanner:
         if opts.plan is None and (first is None or (_is_memory_tight(first[0]) and not self.many)):
             with found.attempt("parameters kept gathered, or not"):
                 found.add(self._in_order(opts, known, limits, keep_gathered=not self.many))
-            for like in TIGHT_STRATEGIES if free and not self.many else ():
+            for like in TIGHT_STRATEGIES if free and (not self.many or found.best is None) else ():
                 with found.attempt(like):
                     found.add(self._in_order(replace(opts, like=like), known, limits))
         return found.cheapest()

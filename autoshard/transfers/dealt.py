@@ -42,6 +42,8 @@ def dealt(optimizer: OptimizerT, sharded: ShardedModule) -> OptimizerT:
     stages and for a module on some ranks only.
     """
     if isinstance(next(sharded.parameters(), None), DTensor) and not hasattr(optimizer, "collect_states"):
+        if hasattr(optimizer, "alone_on_host"):
+            raise AutoshardError("the states of this optimizer are offloaded: autoshard.dealt cannot move them")
         deal = _Deal(optimizer, sharded)
         of: Any = optimizer
         of.step = MethodType(lambda _, closure=None: deal.step(closure), optimizer)  # schedulers rebind it

@@ -66,11 +66,14 @@ def search_with_offload(
     if not planner.graph.training or (found.best is not None and not found.best[1].limited):
         return found.cheapest()
     least = found.errors[0].peak if found.errors and isinstance(found.errors[0], BudgetError) else budget
-    most = search_within_memory(planner, math.inf, quick=True)[1].peak
-    for limit in (math.inf, math.sqrt(most * least), *[least * LEAST_SLACK] * (least > budget)):
+    free, most = search_within_memory(planner, math.inf, quick=True)
+    for limit in (math.inf, math.sqrt(most.peak * least), *[least * LEAST_SLACK] * (least > budget)):
         with found.attempt(f"activations on the host, within {limit:.4g} B"):
-            found.add(_offloaded(search_within_memory(planner, limit, quick=True)[0], budget, planner))
-    return found.cheapest()
+            program = free if limit == math.inf else search_within_memory(planner, limit, quick=True)[0]
+            found.add(_offloaded(program, budget, planner))
+    program, memory = found.cheapest()
+    solution = program.assignment.solution.bounded(0.0)  # a bound without offload is none
+    return replace(program, assignment=replace(program.assignment, solution=solution)), memory
 
 
 LEAST_SLACK = 1.001

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -115,3 +116,24 @@ def test_subclasses_that_train_are_refused() -> None:
     model.weight = nn.Parameter(Int8.of(model.weight))
     with pytest.raises(CaptureError, match=r"parameter 'weight' is a Int8 of layout"):
         autoshard.compile(model, ideal(AXES), (x,), parts=None)
+
+
+def test_tied_weights_stay_tied() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8, bias=False).double() for _ in range(2)]
+    model, x = nn.Sequential(*layers), torch.randn(4, 8, dtype=torch.float64)
+    model[0].weight = model[1].weight = nn.Parameter(Int8.of(model[0].weight), requires_grad=False)
+    sharded = autoshard.compile(model, ideal(AXES), (x,))
+    assert torch.allclose(sharded(x), model(x), rtol=1e-12)
+    names = [dict(m.named_parameters()) for m in (sharded[0], sharded[1])]
+    assert all(names[0][n] is names[1][n] for n in names[0])
+
+
+def test_what_cannot_be_taken_apart_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8)).double()
+    model[0].weight = nn.Parameter(Int8.of(model[0].weight), requires_grad=False)
+    model.lock = threading.Lock()
+    with pytest.raises(
+        CaptureError, match=r"cannot be taken apart, as of '0.weight'.*before its weights are quantised"
+    ):
+        autoshard.compile(model, ideal(AXES), (torch.randn(4, 8, dtype=torch.float64),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import pickle
@@ -18,6 +19,8 @@ from autoshard.errors import AutoshardError
 from autoshard.module import offloaded as subject
 from autoshard.passes.ir.memory import host_buckets, host_bytes_in_flight
 from autoshard.runtime.parameters import host
+from autoshard.runtime.parameters.offload import offloading, offloading_class
+from autoshard.runtime.parameters.recompute import dropping_recomputable
 
 
 class Counting(torch.optim.SGD):
@@ -178,3 +181,46 @@ def test_an_error_within_a_step_leaves_the_optimizer_whole() -> None:
     assert optimizer.param_groups is groups
     assert len(groups[0]["params"]) == 40
     optimizer.step()
+
+
+class ByScale(torch.optim.SGD):
+    """Its step takes a further argument."""
+
+    def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.grad.mul_(scale)
+        return torch.optim.SGD.step.__wrapped__(self, closure)  # type: ignore[attr-defined]  # without hooks
+
+
+def test_a_step_has_the_users_further_arguments() -> None:
+    layers = [nn.Linear(4, 4) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    for layer, make in zip(layers, (ByScale, lambda ps, **kw: autoshard.offloaded(ByScale(ps, **kw))), strict=True):
+        optimizer: Any = make(layer.parameters(), lr=0.1, momentum=0.9)
+        layer(torch.ones(2, 4)).sum().backward()
+        optimizer.step(scale=3.0)
+    assert torch.equal(layers[0].weight, layers[1].weight)
+
+
+class Rotated(nn.Module):
+    """Saves a lazily conjugated view, and a negated one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x * (1 + 2j)
+        return z * torch.sin(z).conj() + z.conj().imag * x
+
+
+def test_conjugated_and_negated_views_that_autograd_saves() -> None:
+    """Their bits are no part of a storage."""
+    block, after = offloading_class(Rotated, True)(), offloading_class(nn.Identity, False)()
+    gradients = []
+    for offloads in (False, True):
+        x = torch.linspace(0.1, 1.0, 6, dtype=torch.float64).requires_grad_()
+        with contextlib.ExitStack() as stack:
+            if offloads:
+                stack.enter_context(dropping_recomputable())
+                stack.enter_context(offloading(()))
+            y = after.forward(block.forward(x * 1))
+        y.abs().square().sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)

@@ -506,3 +506,26 @@ def test_a_module_without_parameters_that_has_most_of_the_products() -> None:
         sharded(torch.randn(64, 8)).backward()
         assert sharded.parts == parts
         assert sharded.plan.cost.flops == plan.cost.flops
+
+
+class Counts(nn.Module):
+    """Its forward counts in a list, which no program can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(8, 8), [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls[0] += 1
+        return self.layer(x) * self.calls[0]
+
+
+def test_a_list_that_the_forward_writes_is_the_compiled_modules_own() -> None:
+    """Compiling ahead counts nothing, and calls do not reach the model."""
+    torch.manual_seed(0)
+    model, x = Counts().double(), torch.randn(4, 8, dtype=torch.float64)
+    sharded = autoshard.compile(model, ideal({"tp": 2}), (x,))
+    assert model.calls == [0]
+    for number in range(1, 4):
+        assert torch.allclose(sharded(x), model(x), rtol=1e-12)
+        assert sharded.calls == model.calls == [number]

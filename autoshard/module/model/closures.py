@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.passes.capture.exported.plain_objects import plain_containers, plain_objects
+from autoshard.passes.capture.exported.plain_objects import plain_objects
 from autoshard.passes.capture.exported.snapshots import (
     MODULE_REGISTRIES,
     reachable_objects,
@@ -88,15 +88,14 @@ def ids_in_model(model: nn.Module) -> set[int]:
 
 
 def plain_memo(model: nn.Module) -> Memo:
-    """A memo by which deep copies of ``model`` share its plain objects and containers that hold no tensors or modules."""
+    """A memo by which deep copies of ``model`` share plain objects without tensors or modules."""
 
     def holds(roots: Collection[Any]) -> bool:
         return any(isinstance(y, torch.Tensor | nn.Module) for y in reachable_objects(roots, ()))
 
     objects = plain_objects(model.modules())
     some = holds(objects)
-    containers = {id(x): x for m in model.modules() for x in plain_containers(m).values()}
-    return {id(x): x for x in objects if not (some and holds([x]))} | containers
+    return {id(x): x for x in objects if not (some and holds([x]))}
 
 
 def copy_with_memo(x: Any, memo: Mapping[int, Any]) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
+from autoshard.errors import CaptureError
 from autoshard.module.model.closures import deepcopy_functions, ids_in_model, plain_memo
 
 
@@ -66,8 +67,20 @@ def with_inner_tensors(model: nn.Module) -> nn.Module:
     if not found:
         return model
     tensors = {id(x): x for x in (*model.parameters(), *model.buffers())}
-    with deepcopy_functions(ids_in_model(model)):
-        made: nn.Module = copy.deepcopy(model, {**tensors, **plain_memo(model)})
-    for path, name in found:
-        parametrize.register_parametrization(made.get_submodule(path), name, InnerTensors())
+    first: dict[int, nn.Module] = {}
+    try:
+        with deepcopy_functions(ids_in_model(model)):
+            made: nn.Module = copy.deepcopy(model, {**tensors, **plain_memo(model)})
+        for path, name in found:
+            module, x = made.get_submodule(path), getattr(model.get_submodule(path), name)
+            parametrize.register_parametrization(module, name, InnerTensors())
+            own: Any = module.parametrizations
+            if (of := first.setdefault(id(x), own[name])) is not own[name]:  # tied
+                own[name]._parameters.update(of._parameters)
+                own[name]._buffers.update(of._buffers)
+    except Exception as error:
+        raise CaptureError(
+            f"the tensor subclasses of the model cannot be taken apart, as of {'.'.join(found[0]).lstrip('.')!r}: {error}. "
+            "Compile the model before its weights are quantised"
+        ) from error
     return made

@@ -31,7 +31,7 @@ from autoshard.module.model.hooks import (
 )
 from autoshard.module.model.parameters import carry_attributes, meta_parameter
 from autoshard.module.model.submodules import ShardedSubmodule, sharded_submodules
-from autoshard.passes.capture.exported.plain_objects import FieldGuards, plain_objects
+from autoshard.passes.capture.exported.plain_objects import FieldGuards, plain_containers, plain_objects
 from autoshard.passes.capture.exported.snapshots import (
     BUFFER_VALUES,
     LEFT_BY_TRACE,
@@ -377,6 +377,9 @@ class OriginalModel:
                 self.ties[name] = tied
         adopt_hooks(self.model, self.parts)
         self.model, self.adopted, self._places = meta_skeleton(self.model), True, None
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            own = vars(self.parts[path])  # captures see what is written to these containers; the user's model does not
+            own.update({n: x for n, x in plain_containers(module).items() if n in own})
         self.fields = FieldGuards(self.parts.values())
 
     def _without_values(self, absent: Iterable[str]) -> None:

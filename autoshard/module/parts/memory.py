@@ -47,15 +47,18 @@ class HeldMemory:
     def of(self, path: str) -> Any:
         """Bytes of the tensors of the module at ``path``."""
         if path not in self._by_path:
-            below = f"{path}." if path else ""
-            ids = {id(x) for name, x in self._tensors.items() if name.startswith(below)}
-            self._by_path[path] = sum((Counter(self._each[i]) for i in ids), Counter())
+            self._by_path[path] = sum((Counter(self._each[i]) for i in self._ids_in(path)), Counter())
         return self._by_path[path]
+
+    def _ids_in(self, path: str) -> set[int]:
+        below = f"{path}." if path else ""
+        return {id(x) for name, x in self._tensors.items() if name.startswith(below)}
 
     def by_others(self, path: str, earlier: Iterable[str]) -> Any:
         """Bytes while the part at ``path`` runs. Parts called ``earlier`` and not later have no gradients then."""
         found = self.total - self.of(path)
-        found["gradients"] -= sum(self.of(other)["gradients"] for other in {*earlier} - {path})
+        early = set[int]().union(*map(self._ids_in, {*earlier} - {path})) - self._ids_in(path)  # tied ones once
+        found["gradients"] -= sum(self._each[i].get("gradients", 0.0) for i in early)
         return +found
 
 

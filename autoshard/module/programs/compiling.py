@@ -49,6 +49,7 @@ from autoshard.module.programs.executable import (
     note_inference_layouts,
 )
 from autoshard.module.programs.kv_cache import is_state_output
+from autoshard.passes.capture.exported.plain_objects import plain_containers
 from autoshard.passes.capture.exported.pytrees import flatten_registered, in_signature_order
 from autoshard.passes.capture.exported.snapshots import parameters_of
 from autoshard.passes.capture.exported.symbolic_shapes import Dynamic, with_static_fallback
@@ -500,6 +501,8 @@ class CompilingModule(FixedModule):
         self._original_model.adopt(
             [name for name in absent if name not in initial and self._holds(names.get(name, name))]
         )
+        own, root = self.__dict__, self._original_model.root
+        own.update({n: x for n, x in plain_containers(root).items() if n in own})
 
     def _inside(self) -> dict[str, tuple[Tensor, Layout]]:
         """Tensors and layouts of submodules that were compiled first, by each name here."""

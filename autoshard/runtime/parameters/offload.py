@@ -105,7 +105,9 @@ class _Forward:
     """One forward of a rank module. ``stays``: storages that remain on the device."""
 
     def __init__(self, stays: Iterable[Tensor]) -> None:
-        self.stays = set(map(storage_id, stays))
+        kept = list(stays)
+        self.stays = set(map(storage_id, kept))
+        self.on_accelerator = any(x.device.type != "cpu" for x in kept)
         self.block: OffloadedBlock | None = None
         """the block that computes, if it is offloaded"""
         self.last: OffloadedBlock | None = None
@@ -113,7 +115,7 @@ class _Forward:
 
     def save(self, x: Tensor) -> None:
         """Autograd saves ``x``."""
-        if is_recomputable(x) or storage_id(x) in self.stays:
+        if is_recomputable(x) or storage_id(x) in self.stays or (self.on_accelerator and x.device.type == "cpu"):
             return
         if self.block is not None and x.untyped_storage().nbytes():
             self.block.send(x)

@@ -160,6 +160,8 @@ def observing_saved_tensors(tell: Callable[[Tensor], object]) -> Iterator[None]:
 
 def pack_saved(x: Tensor) -> SavedTensor | _RecomputedView:
     """The pack hook for saved tensors."""
+    if x.is_conj() or x.is_neg():  # a place in a storage would lose the bit
+        return SavedTensor.of(x)
     if _savers and (save := _savers.get(threading.get_ident())) is not None:
         save(x)
     entry = _recomputable_storages.get(storage_id(x))

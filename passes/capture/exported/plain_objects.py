@@ -15,6 +15,7 @@ from torch import nn
 
 from autoshard.passes.capture.exported.pytrees import CONSTANT_TYPES, constant_key
 from autoshard.passes.capture.exported.snapshots import (
+    MAX_GUARDED_ELEMENTS,
     MODULE_REGISTRIES,
     NO_ATTRIBUTE,
     SNAPSHOT_DEPTH,
@@ -40,9 +41,11 @@ def plain_objects(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def plain_containers(module: nn.Module) -> dict[str, Any]:
-    """Attribute → non-empty dict or list of constants that it holds."""
+    """Attribute → dict or list of at most :data:`MAX_GUARDED_ELEMENTS` constants that it holds, if not empty."""
     return {
-        n: x for n, x in vars(module).items() if isinstance(x, dict | list) and container_length(x) and _is_constant(x)
+        n: x
+        for n, x in vars(module).items()
+        if isinstance(x, dict | list) and 0 < container_length(x) <= MAX_GUARDED_ELEMENTS and _is_constant(x)
     }
 
 
@@ -97,7 +100,8 @@ def recording_fields(model: nn.Module) -> Iterator[set[FieldRead]]:
             try:
                 stack.enter_context(patched([replacement_patch(kind, "__getattribute__", seen)]))
             except (TypeError, AttributeError):  # its class cannot be changed
-                read.add((kind, "__dict__"))
+                held = {n for m in model.modules() if type(m) is kind for n in plain_containers(m)}
+                read |= {(kind, name) for name in held or ("__dict__",)}
         yield read
 
 

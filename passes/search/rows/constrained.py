@@ -53,7 +53,7 @@ def solve_alike(
         return lower - within, choice
 
     search = LagrangianSearch(tied.problem, prices, reduced)
-    start_search(search, effort, LIMITS.enough)
+    start_search(search, effort, effort.enough)
     if search.choice is None:
         raise PlanError("no choice within the limits of all rows was found")
     once = not effort.rough and not np.isinf(problem.prices).any()  # several searches need few bounds
@@ -81,7 +81,7 @@ def solve_alike(
             choice = tuple(int(strategies[places.get(i, 0)]) for i, strategies in kept.items())
             found = replace(found, choice=choice, cost=each.cost)
         most = min(found.cost, inner.part.bound)  # other strategies can gain only below this
-        if most - part.bound <= LIMITS.enough * abs(found.cost) or not better:
+        if most - part.bound <= effort.enough * abs(found.cost) or not better:
             break
         raise_bound(search, np.array(each.prices))
         if len(search.seen) == len(seen):
@@ -93,7 +93,7 @@ def solve_alike(
     lower, decoded = proof(at)
     choice = decoded()
     cost = problem.total(choice)
-    if found.cost - cost > LIMITS.enough * abs(cost):  # tied nodes had to differ
+    if found.cost - cost > effort.enough * abs(cost):  # tied nodes had to differ
         found = replace(found, choice=choice, cost=cost)
     return found.bounded(lower)
 
@@ -106,8 +106,8 @@ def generate_columns(search: LagrangianSearch, effort: Effort) -> None:
         seen = np.array(list(search.seen))
         kept = {i: np.unique(seen[:, i]) for i in range(len(problem.sizes))}
         some = LagrangianSearch(problem.restricted(kept), part.prices.tolist())
-        maximise_bound(some, some.part, LIMITS.iterations, LIMITS.enough / 2)
-        if some.part.bound - part.bound <= LIMITS.enough / 2 * abs(some.part.bound):
+        maximise_bound(some, some.part, LIMITS.iterations, effort.enough / 2)
+        if some.part.bound - part.bound <= effort.enough / 2 * abs(some.part.bound):
             return
         raise_bound(search, some.part.prices)
         if len(search.seen) == len(seen):
@@ -136,8 +136,8 @@ def run_search(
     if search.gap(search.bound) > effort.enough:
         if search.part.elimination is None:
             drop_dear_strategies(search)
-        quick = search.part.elimination is not None and effort.branches
-        most = LIMITS.iterations if quick else effort.of(LIMITS.iterations)
+        cheap = search.part.elimination is not None and effort.branches
+        most = LIMITS.iterations if cheap else effort.of(LIMITS.iterations)
         maximise_bound(search, search.part, most, effort.enough)
         search.bound = max(search.bound, search.part.bound)
         stats["mixtures"] = search_mixtures(search, search.part, effort.enough, LIMITS.mixtures)
