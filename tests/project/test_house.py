@@ -67,9 +67,9 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 81441,
-    "tokens": 703916,
-    "lines over 100 columns": 4855,
+    "lines": 81485,
+    "tokens": 704396,
+    "lines over 100 columns": 4866,
     "files": 374,
     "files under 60 lines": 8,
     "names at module level in 3 or more files": 8,

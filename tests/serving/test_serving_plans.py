@@ -183,7 +183,7 @@ ASKED = "plan hf:llama --mesh tp=2 --inference --objective latency --profile".sp
 
 @pytest.mark.slow
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ASKED, "prefill=1,decode=5"]) == 0
+    assert main([*ASKED, "prefill=1,decode=5", "--full"]) == 0
     assert "decode ×5: 1 request of 1 token" in capsys.readouterr().out
 
 
