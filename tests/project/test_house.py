@@ -68,7 +68,7 @@ MOST_LINES = 600
 
 LIMITS = {
     "lines": 81485,
-    "tokens": 704396,
+    "tokens": 704407,
     "lines over 100 columns": 4866,
     "files": 374,
     "files under 60 lines": 8,
