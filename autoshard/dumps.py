@@ -1,4 +1,4 @@
-"""Logs and dumps: ``AUTOSHARD_LOGS=programs,plan,…`` and ``AUTOSHARD_DUMP=folder``."""
+"""Logs, checks and dumps: ``AUTOSHARD_LOGS=programs,plan,…``, ``AUTOSHARD_CHECK=inputs,…``, ``AUTOSHARD_DUMP=folder``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from autoshard.errors import PlanError
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
 from autoshard.plans.plan import Plan
 
 LOGS = ("programs", "capture", "plan", "redistribute", "collectives", "code")
 """names for AUTOSHARD_LOGS; each is the logger ``autoshard.<name>``"""
+
+CHECKS = ("inputs", "replicas", "errors")
+"""names for AUTOSHARD_CHECK"""
 
 _runs = itertools.count(1)
 
@@ -42,6 +46,21 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
     def __init__(self, name: str) -> None:
         super().__init__(sys.stderr)
         self.setFormatter(logging.Formatter(f"[autoshard.{name}] %(message)s"))
+
+
+def asked_checks() -> dict[str, int]:
+    """Parse AUTOSHARD_CHECK (``inputs,replicas=100``): name → check every n-th call. Raises
+    :class:`PlanError` for an unknown name."""
+    found = {}
+    for part in filter(None, (p.strip() for p in os.environ.get("AUTOSHARD_CHECK", "").split(","))):
+        name, _, every = part.partition("=")
+        if name not in CHECKS or not (every or "1").isdigit() or every == "0":
+            raise PlanError(
+                f"AUTOSHARD_CHECK={part} is not known. Known: {', '.join(CHECKS)}; an "
+                "interval is set by a number, as in replicas=100"
+            )
+        found[name] = int(every or 1)
+    return found
 
 
 def dump_graph(graph: Graph) -> Path | None:

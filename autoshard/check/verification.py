@@ -179,10 +179,11 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
 
 def _runs_in_float64(model: nn.Module, example: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
     """Whether ``model`` runs with its upcasts in float64: some of its tensors may stay float32."""
-    args, kwargs = fresh_inputs(example)
+    (args, kwargs), own = fresh_inputs(example), copied_model(model)
+    _disable_grouped_mm(own)
     try:
         with upcasts_in_float64():
-            copied_model(model)(*args, **kwargs)
+            own(*args, **kwargs)
     except Exception:
         return False
     return True

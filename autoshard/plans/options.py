@@ -10,7 +10,6 @@ from autoshard.errors import PlanError
 from autoshard.hardware import Hardware
 from autoshard.layout import Layout, Shard
 from autoshard.passes.ir.memory import ON_HOST
-from autoshard.passes.memory.fit import DEFAULT_BUDGET_SHARE
 from autoshard.passes.microbatch import AUTO
 from autoshard.passes.propagate.named_strategies.strategies import STRATEGY_NAMES
 from autoshard.passes.propagate.recompute import Recompute
@@ -21,6 +20,8 @@ CallArguments = tuple[Sequence[Any], Mapping[str, Any]]
 """arguments and keyword arguments of a call"""
 
 
+DEFAULT_BUDGET_SHARE = 0.9
+"""default memory budget, as a share of the hardware's memory"""
 OFFLOADS = ("auto", "optimizer", "activations", "all")
 
 

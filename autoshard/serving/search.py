@@ -287,7 +287,7 @@ def search_jointly(
         others = [(c.times / main.times, p) for c, p in zip(order[1:], planners[1:], strict=True)]
         search = planners[0].prepare = JointSearch(others, _tied_variables(order))
         with found.attempt(f"memory searched for {main.name}"), shown_progress("planning"):
-            program, memory = search_within_memory(planners[0], opts.memory_budget)
+            program, memory = search_within_memory(planners[0], opts.budget(mesh.hardware))
             solution = program.assignment.solution
             rest = [_require_budget(lower_and_simulate(a, opts.optimizer), mesh, opts) for a in search.beside(solution)]
             programs, memories = zip((program, memory), *rest, strict=True)

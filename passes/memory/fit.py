@@ -30,8 +30,6 @@ from autoshard.progress import is_time_up
 
 log = logging.getLogger("autoshard.plan")
 
-DEFAULT_BUDGET_SHARE = 0.9
-"""default budget, as a share of the hardware's memory"""
 SECOND_PRICES = (0.0, 1 / 16, 1 / 4, 1.0, 0.0, 1 / 16, 1 / 4, 1.0, 4.0, 16.0)
 """the worth of a second in bytes, in turn, as a multiple of the last plan's bytes per second. Quick
 plans work on little, and small models that move little hold little"""
@@ -40,14 +38,13 @@ MIN_STEP_SECONDS = 1e-12
 
 
 def search_within_memory(
-    planner: Planner, memory_budget: float | None, baselines: Iterable[NamedStrategy] = (), quick: bool = False
+    planner: Planner, budget: float, baselines: Iterable[NamedStrategy] = (), quick: bool = False
 ) -> tuple[Program, Memory]:
-    """The cheapest program found whose simulated peak is within ``memory_budget``, and its memory.
-    ``memory_budget``: bytes per rank, by default 90 % of the hardware's. ``baselines``: named
-    strategies, tried if the gap is large. ``quick``: a good program without a bound. Raises
+    """The cheapest program found whose simulated peak is within ``budget``, and its memory.
+    ``budget``: bytes per rank. ``baselines``: named strategies, tried if the gap is large.
+    ``quick``: a good program without a bound. Raises
     :class:`BudgetError` with the least peak found and what helps; :class:`HintError`."""
     mesh, optimizer, micro_batches_held = planner.mesh, planner.optimizer, planner.micro_batches_held
-    budget = DEFAULT_BUDGET_SHARE * mesh.hardware.memory_bytes if memory_budget is None else memory_budget
     cheapest = planner.cheapest(rough=True)
     program, memory = lower_and_simulate(cheapest, optimizer, micro_batches_held)
     rough = (_with_bound(program, 0.0), memory) if memory.peak <= budget else None

@@ -18,15 +18,15 @@ from autoshard.errors import BudgetError
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.program import Program
-from autoshard.passes.ir.text import block_path
+from autoshard.passes.ir.text import block_path, show_bytes
 from autoshard.passes.lower.blocks import block_runs
-from autoshard.passes.memory.fit import DEFAULT_BUDGET_SHARE, lower_and_simulate, search_within_memory
+from autoshard.passes.memory.fit import lower_and_simulate, search_within_memory
 from autoshard.passes.propagate.named_strategies import NamedStrategy
 from autoshard.passes.propagate.objective import Objective, objective
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.search.candidates import Candidates
 
-Simulated = tuple[Program, Memory]
+SimulatedProgram = tuple[Program, Memory]
 """a program, and its memory"""
 
 
@@ -56,11 +56,10 @@ def copy_seconds(blocks: Mapping[str, float], assignment: Assignment, searched: 
 
 
 def search_with_offload(
-    planner: Planner, memory_budget: float | None, baselines: Iterable[NamedStrategy] = (), quick: bool = False
-) -> Simulated:
+    planner: Planner, budget: float, baselines: Iterable[NamedStrategy] = (), quick: bool = False
+) -> SimulatedProgram:
     """As :func:`search_within_memory`, where saved tensors of blocks may be in host memory."""
-    budget = DEFAULT_BUDGET_SHARE * planner.mesh.hardware.memory_bytes if memory_budget is None else memory_budget
-    found = Candidates[Simulated](lambda each: _seconds_with_offload(each, planner.optimizer))
+    found = Candidates[SimulatedProgram](lambda each: _seconds_with_offload(each, planner.optimizer))
     with found.attempt("activations on the device"):
         found.add(search_within_memory(planner, budget, baselines, quick))
     if not planner.graph.training or (found.best is not None and not found.best[1].limited):
@@ -71,7 +70,10 @@ def search_with_offload(
         with found.attempt(f"activations on the host, within {limit:.4g} B"):
             program = free if limit == math.inf else search_within_memory(planner, limit, quick=True)[0]
             found.add(_offloaded(program, budget, planner))
-    program, memory = found.cheapest()
+    if found.best is None:
+        peaks = {e.peak: e for e in found.errors if isinstance(e, BudgetError)}
+        raise peaks[min(peaks)] if peaks else found.errors[0]
+    program, memory = found.best
     solution = program.assignment.solution.bounded(0.0)  # a bound without offload is none
     return replace(program, assignment=replace(program.assignment, solution=solution)), memory
 
@@ -80,7 +82,7 @@ LEAST_SLACK = 1.001
 """a plan of the least peak found is looked for within this multiple of it"""
 
 
-def _seconds_with_offload(found: Simulated, optimizer: str) -> float:
+def _seconds_with_offload(found: SimulatedProgram, optimizer: str) -> float:
     program, memory = found
     seconds = program.assignment.solution.cost
     if not memory.offloaded:
@@ -90,11 +92,11 @@ def _seconds_with_offload(found: Simulated, optimizer: str) -> float:
     )
 
 
-def _offloaded(program: Program, budget: float, planner: Planner) -> Simulated:
+def _offloaded(program: Program, budget: float, planner: Planner) -> SimulatedProgram:
     """``program`` with the fewest first blocks on the host with which it fits. BudgetError: not with all."""
     blocks = tuple(dict.fromkeys(path for path, _ in block_runs(program) if path))
 
-    def having(count: int) -> Simulated:
+    def having(count: int) -> SimulatedProgram:
         solution = program.assignment.solution.bounded(0.0)
         assignment = replace(program.assignment, offloaded=blocks[:count], solution=solution)
         made, held = lower_and_simulate(assignment, planner.optimizer)
@@ -104,7 +106,11 @@ def _offloaded(program: Program, budget: float, planner: Planner) -> Simulated:
     best = having(fits) if blocks else None
     if best is None or best[1].peak > budget:
         peak = math.inf if best is None else best[1].peak
-        raise BudgetError(f"a peak of {peak:.4g} B with all {len(blocks)} blocks on the host", peak)
+        raise BudgetError(
+            f"no plan within {show_bytes(budget, 4)} per rank was found, also with activations in host memory. The "
+            f"least peak found is {show_bytes(peak, 4)}, with those of all {len(blocks)} blocks there",
+            peak,
+        )
     while fits - fails > 1:
         middle = (fits + fails) // 2
         tried = having(middle)

@@ -348,7 +348,8 @@ class Layers(nn.Module):
         pytest.param(16384, 4, 3, False, "queries", marks=pytest.mark.slow),
         (65536, 4, 3, False, "gathered in chunks"),
         pytest.param(262144, 8, 4, False, "ring", marks=pytest.mark.slow),
-        pytest.param(65536, 8, 4, True, "zigzag, gathered in chunks", marks=pytest.mark.slow),
+        # fused dropout draws per shard; pieces and rings draw exact masks, which cost more than half the work
+        pytest.param(65536, 8, 4, True, "queries", marks=pytest.mark.slow),
     ],
 )
 def test_crossovers(length: int, ranks: int, heads: int, causal: bool, label: str) -> None:

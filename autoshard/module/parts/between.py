@@ -7,7 +7,6 @@ import copy
 import fnmatch
 import functools
 import logging
-import os
 import sys
 import threading
 from collections import Counter
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.dumps import asked_checks
 from autoshard.errors import AutoshardError, BudgetError, LayoutError, PlanError, RuleError, RuntimeMismatchError
 from autoshard.layout import Layout
 from autoshard.module.model.closures import deepcopy_functions, held_in_attributes, ids_in_model, plain_memo
@@ -434,7 +434,7 @@ def is_untraceable(error: BaseException | None) -> bool:
         return False
     if not error.is_internal:
         return True
-    if "errors" in map(str.strip, os.environ.get("AUTOSHARD_CHECK", "").split(",")):
+    if "errors" in asked_checks():
         return False
     _tell_once(str(error))
     program_log.info("an error of autoshard", exc_info=error)

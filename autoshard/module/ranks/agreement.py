@@ -8,7 +8,6 @@ from __future__ import annotations
 import builtins
 import json
 import logging
-import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard import errors
-from autoshard.errors import AutoshardError, CommunicationError, PlanError, RuntimeMismatchError
+from autoshard.errors import AutoshardError, CommunicationError, RuntimeMismatchError
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.module.dtensors.module_dtensor import is_owned
@@ -36,9 +35,6 @@ _AGREEMENT_WIDTH = 6
 _POSITIVE_MASK = (1 << 62) - 1
 
 RESTART_ADVICE = "an earlier call stopped between its collectives: restart all processes"
-
-RANK_CHECKS = ("inputs", "replicas", "errors")
-"""names for AUTOSHARD_CHECK"""
 
 
 def _cpu_tensor(numbers: object) -> Tensor:
@@ -203,21 +199,6 @@ def ranks_in_words(ranks: Sequence[int], most: int = 8) -> str:
         return f"rank {ranks[0]} differs"
     more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
     return f"ranks {', '.join(map(str, ranks[:most]))}{more} differ"
-
-
-def asked_checks() -> dict[str, int]:
-    """Parse AUTOSHARD_CHECK (``inputs,replicas=100``): name → check every n-th call. Raises
-    :class:`PlanError` for an unknown name."""
-    found = {}
-    for part in filter(None, (p.strip() for p in os.environ.get("AUTOSHARD_CHECK", "").split(","))):
-        name, _, every = part.partition("=")
-        if name not in RANK_CHECKS or not (every or "1").isdigit() or every == "0":
-            raise PlanError(
-                f"AUTOSHARD_CHECK={part} is not known. Known: {', '.join(RANK_CHECKS)}; an "
-                "interval is set by a number, as in replicas=100"
-            )
-        found[name] = int(every or 1)
-    return found
 
 
 def _gloo_group() -> Any:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import runtime
 from autoshard.compiler import capture_graph, compile_graph
+from autoshard.dumps import asked_checks
 from autoshard.errors import CaptureError, CommunicationError, PlanError
 from autoshard.layout import I, Layout, R, Shard
 from autoshard.mesh import Mesh
@@ -50,7 +51,6 @@ from autoshard.module.ranks import rank_calls
 from autoshard.module.ranks.agreement import (
     RESTART_ADVICE,
     Agreement,
-    asked_checks,
     check_replicas,
     named_tensors,
     rank0_values,

@@ -51,6 +51,8 @@ def _copy(source: Tensor, target: Tensor, device: torch.device, way: str) -> Hos
     side.wait_stream(of.current_stream(device))  # both were made, or freed by their last owner, there
     with of.stream(side):
         target.copy_(source, non_blocking=True)
+    if target.device.type != "cpu":
+        target.record_stream(side)  # a backward that fails may drop it before the copy ends
     return HostCopy(source, target, side.record_event())
 
 

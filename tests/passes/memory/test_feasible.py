@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -68,7 +69,7 @@ def test_a_choice_that_is_found_again_is_lowered_once(graph: Graph, monkeypatch:
     lowered: list[Assignment] = []
     monkeypatch.setattr(fit, "lower_and_simulate", lambda *what: lowered.append(what[0]) or lower_and_simulate(*what))
     monkeypatch.setattr(Planner, "refined", lambda self, rough: replace(rough, solution=rough.solution.bounded(0.0)))
-    program, _ = search_within_memory(planner(graph, x=8), None)
+    program, _ = search_within_memory(planner(graph, x=8), math.inf)
     assert len(lowered) == 1
     assert program.assignment.solution.lower_bound == 0.0
 

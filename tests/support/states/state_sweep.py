@@ -137,6 +137,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
         "parts_of_fused_projections_stay_cut": fails('assert tuple(layouts["qkv.weight"].grouped) =='),
         "a_cache_of_ones_own": fails("assert {str(sharded.plan.layouts["),
         "a_cache_handed_in_and_out": fails("assert type(cache[0][0]) is not torch.Tensor"),
+        "activations_on_the_host": says("offload='activations': activations of pipeline stages are not offloaded"),
         "a_buffer_that_is_returned": says("the model has only 1 operations to split between"),
         "a_dict_that_hooks_change": says("stage 0 would have no operation of its own"),
         "another_default_dtype_inside": says("stage 0 would have no operation of its own"),
