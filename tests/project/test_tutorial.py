@@ -5,6 +5,8 @@ After a change of output that is meant: ``pytest tests/project/test_tutorial.py 
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,11 +24,13 @@ PAGES = [
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_print_what_the_page_says(page: Path, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """A page of the tutorial goes on with the files of those before it."""
+    """A page of the tutorial goes on with the files of those before it; others run the examples that they link."""
     for earlier in TUTORIAL if page in TUTORIAL else ():
         if earlier.name < page.name:
             for name, content in files(earlier.read_text(encoding="utf-8")).items():
                 (tmp_path / name).write_text(content, encoding="utf-8")
+    for name in re.findall(r"\]\(\.\./examples/(\w+\.py)\)", page.read_text(encoding="utf-8")):
+        shutil.copy(DOCS / "examples" / name, tmp_path)
     wrong, renewed = console_differences(page.read_text(encoding="utf-8"), tmp_path)
     if request.config.getoption("--update-golden"):
         page.write_text(renewed, encoding="utf-8")
