@@ -117,6 +117,11 @@ class PipelineEstimate:
         """Whether states and activations are within the budget."""
         return self.held <= self.budget
 
+    @property
+    def promise(self) -> float:
+        """Seconds, longer by the share of memory that is missing: the full plan may recompute more."""
+        return self.seconds * max(1.0, self.held / self.budget)
+
 
 @dataclass
 class PipelineEstimates:
@@ -450,8 +455,8 @@ class _PipelineSearch:
         return f"a batch of {of.batch} does not divide into {asked}, and every stage needs one"
 
     def result(self) -> Plan:
-        """The best full plan of the shortest estimates, those that fit into memory first."""
-        ranked = sorted(self.estimated.found, key=lambda e: (not e.fits, e.seconds))
+        """The best full plan of the most promising estimates."""
+        ranked = sorted(self.estimated.found, key=lambda e: e.promise)
         full = Candidates[tuple[Plan, PipelineEstimate]](lambda found: found[0].cost.total_s, refusals=AutoshardError)
         tries = 0
         for estimate in ranked:
