@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from types import new_class
@@ -19,7 +20,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 from autoshard import runtime
-from autoshard.errors import AutoshardError, CaptureError
+from autoshard.errors import AutoshardError, CaptureError, PlanError
 from autoshard.module.dtensors.module_dtensor import shard_full
 from autoshard.module.dtensors.outputs import ShardedOutput
 from autoshard.module.logits import gather_logits
@@ -371,7 +372,7 @@ def _forward_like(base: type[Any], kind: type[nn.Module]) -> Any:
 
 
 def _save_pretrained_methods(kind: Any) -> dict[str, Any]:
-    """Hugging Face's ``save_pretrained`` with full weights, on rank 0. Collective."""
+    """Hugging Face's ``save_pretrained``: full weights on rank 0, or files of all ranks. Collective."""
     own: Any = getattr(kind, "save_pretrained", None)
     known = inspect.signature(own).parameters if callable(own) else {}
     if "is_main_process" not in known or not any(
@@ -383,7 +384,11 @@ def _save_pretrained_methods(kind: Any) -> dict[str, Any]:
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         return save_full(self, self, own, *args, **kwargs)
 
-    return {"save_pretrained": save_pretrained}
+    def save_distributed_checkpoint(self: Any, _: Any, folder: Any, **__: Any) -> None:
+        """Files that all ranks write (``save_pretrained(folder, distributed_checkpoint=True)``): a transfer."""
+        importlib.import_module("autoshard.transfers.running").transfer(self, folder)
+
+    return {"save_pretrained": save_pretrained, "save_distributed_checkpoint": save_distributed_checkpoint}
 
 
 def save_full(sharded: Any, model: Any, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -391,9 +396,13 @@ def save_full(sharded: Any, model: Any, save: Callable[..., Any], *args: Any, **
     given = {**inspect.signature(save).bind_partial(model, *args, **kwargs).arguments, **kwargs}
     if given.get("state_dict") is not None:
         return save(model, *args, **kwargs)
-    with sharded.meeting("save_pretrained()"):
-        held = model.state_dict(keep_vars=True)
-        kwargs["state_dict"] = {n: sharded._full(x.detach()) for n, x in held.items()}
+    if given.get("distributed_checkpoint"):
+        if given.get("push_to_hub"):
+            raise PlanError("distributed_checkpoint=True writes a folder only: upload it, or save without it")
+    else:
+        with sharded.meeting("save_pretrained()"):
+            held = model.state_dict(keep_vars=True)
+            kwargs["state_dict"] = {n: sharded._full(x.detach()) for n, x in held.items()}
     comm = sharded.__dict__.get("_comm")
     if "is_main_process" not in given and comm is not None:
         kwargs["is_main_process"] = comm.rank == 0

@@ -33,6 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoshard
 from autoshard import AutoshardError, PlanError
+from autoshard.check.reference import upcasts_in_float64
 from autoshard.runtime.parameters.offload import OffloadedBlock
 from autoshard.transfers.files import SAFETENSORS_INDEX
 from autoshard.transfers.messages import RankMessages
@@ -499,6 +500,7 @@ def loaded_from_files(mesh: autoshard.Mesh) -> None:
 
 
 @case
+@upcasts_in_float64()
 def saved_by_a_method_of_the_models(mesh: autoshard.Mesh) -> None:
     """``save_pretrained`` writes the whole weights; attributes that it reads are there, and of others it is said why not."""
     config = LlamaConfig(
@@ -529,6 +531,12 @@ def saved_by_a_method_of_the_models(mesh: autoshard.Mesh) -> None:
     written = load_file(f"{shared[0]}/model.safetensors")
     for name, x in model.state_dict().items():
         close(written[name], x, name)
+    sharded.save_pretrained(f"{shared[0]}/all", distributed_checkpoint=True)
+    assert len(list(Path(shared[0]).glob("all/model*.safetensors"))) > dist.is_initialized()  # one of each process
+    for name, x in LlamaForCausalLM.from_pretrained(f"{shared[0]}/all", dtype=torch.float64).state_dict().items():
+        close(x, model.state_dict()[name], name)
+    with refused("writes a folder only", PlanError):
+        sharded.save_pretrained(f"{shared[0]}/all", distributed_checkpoint=True, push_to_hub=True)
 
 
 @case
