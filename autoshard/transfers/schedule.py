@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import math
 import os
@@ -203,6 +204,21 @@ class Schedule:
         elif len(senders | receivers) <= MOST_SHOWN_RANKS:
             lines += ["", *_matrix(self.messages, sorted(senders), sorted(receivers), self._files)]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the summary, and a matrix of senders (rows) and receivers (columns), darker for more bytes."""
+        size = {m[:2]: m.bytes for m in self.messages}
+        senders, receivers = (sorted({pair[side] for pair in size}) for side in (0, 1))
+        summary = html.escape(str(self).partition("\n\n")[0])
+        head = "".join(f"<th>{rank}</th>" for rank in receivers)
+        rows = [f"<tr><th>from \\ to</th>{head}</tr>"]
+        for sender in senders:
+            cells = [
+                f'<td title="{show_bytes(n)}" style="background:rgba(37,99,235,{n / max(size.values()):.2f})"></td>'
+                for n in (size.get((sender, r), 0) for r in receivers)
+            ]
+            rows.append(f"<tr><th>{html.escape(self._files.get(sender, str(sender)))}</th>{''.join(cells)}</tr>")
+        return f"<pre>{summary}</pre><table>{''.join(rows)}</table>"
 
 
 def transfer_schedule(

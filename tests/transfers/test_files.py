@@ -206,6 +206,10 @@ def test_a_schedule_of_a_large_checkpoint() -> None:
         held = sum(math.prod(h.replicas[0].layout.local_shape(h.shape, rank)) * 2 for h in want.values())
         assert schedule.received[rank] == held == sum(p.nbytes for p in schedule.pieces(rank))
     assert "30 senders → 64 receivers" in str(schedule)
+    page = schedule._repr_html_()
+    assert "30 senders → 64 receivers" in page
+    assert page.count("<tr>") == 1 + 30
+    assert page.count('<td title="0 B"') == 30 * 64 - len(schedule.messages)
 
 
 def compiled(seed: int, axes: dict[str, int], like: Any = "fsdp") -> Any:
