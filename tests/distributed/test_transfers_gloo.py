@@ -39,10 +39,11 @@ def test_transfer(outcomes: dict[str, str], name: str) -> None:
     assert outcomes[name] == "", outcomes[name]
 
 
-def test_a_rank_is_killed_in_the_middle(tmp_path: Path) -> None:
-    """The others end soon, with an error that says so, and their modules have their old weights."""
+@pytest.mark.parametrize("into", ["kill", pytest.param("kill, into a folder", marks=pytest.mark.slow)])
+def test_a_rank_is_killed_in_the_middle(tmp_path: Path, into: str) -> None:
+    """The others end soon, with an error that says so; modules have their old weights, folders their old files."""
     with pytest.raises(AssertionError):
-        world.start("transfer_worker.py", 4, tmp_path, "kill", timeout=120)
+        world.start("transfer_worker.py", 4, tmp_path, into, timeout=120)
     for rank in range(3):
         text, weights = (tmp_path / f"result.json.{rank}").read_text("utf-8").splitlines()[::1][-2:]
         found = re.match(r"(\d+\.\d+) s: ", text)
