@@ -89,6 +89,7 @@ _WITHOUT_LOSS = (
     *("questions_about_torch_and_tensors", "gradients_turned_on_in_an_inference_mode_of_its_own"),
     *("what_a_call_leaves_for_the_next", "what_the_first_call_made", "a_checkpointed_output_in_parts"),
     *("hooks_on_outputs_that_others_are_computed_from", "options_that_are_changed_after_compile", "wrapped_forward"),
+    "pruned_after_compiling",
 )
 _ANYWAY = {
     **dict.fromkeys(_WITHOUT_LOSS, NO_LOSS),
