@@ -89,7 +89,10 @@ _WITHOUT_LOSS = (
     *("questions_about_torch_and_tensors", "gradients_turned_on_in_an_inference_mode_of_its_own"),
     *("what_a_call_leaves_for_the_next", "what_the_first_call_made", "a_checkpointed_output_in_parts"),
     *("hooks_on_outputs_that_others_are_computed_from", "options_that_are_changed_after_compile", "wrapped_forward"),
-    "pruned_after_compiling",
+    *("pruned_after_compiling", "losses_outside_with_penalties", "statistics_computed_anew", "looked_at"),
+    *("dropout_per_shard", "modules_called_alone", "parts_of_outputs_of_which_not_all_are_used", "outputs_written_to"),
+    *("outputs_that_share_memory", "label_smoothing_of_transformers", "gradients_of_functions_of_outputs"),
+    "views_of_parameters_that_were_written_since",
 )
 _ANYWAY = {
     **dict.fromkeys(_WITHOUT_LOSS, NO_LOSS),
@@ -99,6 +102,7 @@ _ANYWAY = {
     "outputs_require_what_eagers_do": DETACHED,
     "gradients_of_gradients": LATER,
     "an_input_written_in_the_forward": WRITTEN,
+    "a_number_read_from_a_buffer_that_counts": r"CaptureError: state_decided.py:\d+: a buffer of the model that controls.*",
 }
 _UNDIVIDED = (
     *("copied", "compiled_by_torch", "inference_mode_first", "grouped_products_in_float32"),
