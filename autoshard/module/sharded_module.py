@@ -36,6 +36,7 @@ from autoshard.module.programs.executable import Executable, ModuleCall, run_fir
 from autoshard.module.programs.pipeline import run_stages_in_order
 from autoshard.module.saving import save_rank_modules
 from autoshard.passes.capture.exported.mutated_arguments import update_caller_objects
+from autoshard.passes.capture.exported.plain_objects import AttributeGuards
 from autoshard.passes.capture.exported.pytrees import (
     LEAF_ARGUMENT_TYPES,
     constant_key,
@@ -89,7 +90,7 @@ def _compiling_submodule(sharded: CompilingModule, path: str, base: type[Compili
         original.slots = within(of.slots)
         original.parameters = [name[len(below) :] for name in of.parameters if name.startswith(below)]
         original.elsewhere, original.taken_from = within(of.elsewhere), within(of.taken_from)
-        original.adopted, original.fields = True, of.fields
+        original.adopted, original.guards = True, AttributeGuards(original.parts, of.guards.read)
         layouts = within({name: sharded._layout_of.get(name, Layout(sharded._program_mesh)) for name in of.slots})
     settings, like = sharded._settings, sharded._settings.opts.like
     opts = replace(settings.opts, hints=None, plan=None, like=None if _strategy_names_modules(sharded) else like)

@@ -22,6 +22,7 @@ from torch.utils.hooks import unserializable_hook
 
 from autoshard.errors import CaptureError, RuntimeMismatchError
 from autoshard.module.model.closures import copy_with_memo
+from autoshard.passes.capture.exported.plain_objects import SET_LATER
 from autoshard.passes.capture.exported.pytrees import CONSTANT_TYPES, constant_key
 from autoshard.passes.capture.exported.snapshots import NO_ATTRIBUTE
 from autoshard.passes.ir.graph import Graph, Ref
@@ -31,8 +32,6 @@ HOOK_KINDS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 HOOK_FLAGS = "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"
 HOOK_SNAPSHOT = "_given_hooks"
 """key in a submodule's dict: kind → (the user's hook dict, the hooks it had at adoption)"""
-SET_LATER = "_set_later"
-"""key in a submodule's dict: name → key of its value, for attributes set after compilation that a forward may read"""
 OWN_STATE = "_original", "_known", "_held", "_owner", HOOK_SNAPSHOT, SET_LATER
 """keys in a submodule's dict that are ours"""
 
@@ -65,11 +64,10 @@ def adopt_hooks(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
 
 
 def forward_hooks_of(parts: Iterable[tuple[str, nn.Module]], own_hooks: bool = True) -> tuple[Hook, ...]:
-    """The forward hooks of these modules, and attributes that users set after compilation.
+    """The forward hooks of these modules, and the new attributes of modules that have any.
     ``own_hooks``: whether hooks of the model itself, path "", count."""
     found: list[Hook] = []
     for path, part in parts:
-        found += [Hook(path, n, value=key) for n, (key, _) in vars(part)[SET_LATER].items()]
         if not (path or own_hooks):
             continue
         _drop_removed_hooks(part)
@@ -86,15 +84,13 @@ def new_attributes(part: nn.Module) -> dict[str, Any]:
 
 
 def set_later(part: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute that programs follow: there is one per value of a constant, and per other
-    assignment. ``NO_ATTRIBUTE`` deletes it."""
-    keys: dict[str, tuple[Any, int]] = vars(part)[SET_LATER]
-    number = keys[name][1] + 1 if name in keys else 0
-    keys[name] = constant_key(value) if isinstance(value, CONSTANT_TYPES) else (type(value), number), number
-    if value is NO_ATTRIBUTE:
-        vars(part).pop(name, None)
-    else:
-        vars(part)[name] = value
+    """Set an attribute that programs follow. ``NO_ATTRIBUTE`` deletes it."""
+    own = vars(part)
+    number, before = own[SET_LATER].get(name) or (0, (own[name],) if name in own else ())
+    own[SET_LATER][name] = number + 1, before
+    own.pop(name, None)
+    if value is not NO_ATTRIBUTE:
+        own[name] = value
 
 
 def take_later(own: dict[str, Any], part: nn.Module, name: str, memo: Mapping[int, Any]) -> Any:

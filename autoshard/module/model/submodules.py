@@ -23,7 +23,8 @@ from autoshard.errors import AutoshardError, CaptureError
 from autoshard.module.dtensors.module_dtensor import shard_full
 from autoshard.module.dtensors.outputs import ShardedOutput
 from autoshard.module.logits import gather_logits
-from autoshard.module.model.hooks import SET_LATER, set_later, share_hooks
+from autoshard.module.model.hooks import set_later, share_hooks
+from autoshard.passes.capture.exported.plain_objects import SET_LATER
 from autoshard.passes.capture.exported.pytrees import CONSTANT_TYPES, constant_key
 from autoshard.passes.capture.exported.snapshots import NO_ATTRIBUTE, items_or_attributes
 from autoshard.torch_private.capture import skip_package
