@@ -5,6 +5,7 @@ each output ends a program, so such a backward is refused."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 import weakref
@@ -12,11 +13,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import unserializable_hook
 
@@ -58,9 +62,24 @@ def adopt_hooks(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
         own = vars(parts[path])
         for kind in (*HOOK_KINDS, *HOOK_FLAGS):
             if own[kind] is (theirs := vars(module)[kind]):
-                own[kind] = OrderedDict(theirs)
+                own[kind] = OrderedDict((n, _fixed(hook, type(module))) for n, hook in theirs.items())
                 if theirs and kind in HOOK_KINDS:
                     own.setdefault(HOOK_SNAPSHOT, {})[kind] = theirs, frozenset(theirs)
+
+
+def refuse_change(what: str) -> NoReturn:
+    raise CaptureError(
+        f"{what}, but its programs compute what the model did when it was compiled. Change "
+        "the model, and compile it again."
+    )
+
+
+def _fixed(hook: Any, of: type) -> Any:
+    """``hook``; of a reparametrization a copy, whose removal is refused before any change."""
+    if isinstance(hook, BasePruningMethod | SpectralNorm | WeightNorm):
+        hook, what = copy.copy(hook), f"{type(hook).__name__} is removed from a {of.__name__}"
+        hook.remove = lambda _: refuse_change(what)
+    return hook
 
 
 def forward_hooks_of(parts: Iterable[tuple[str, nn.Module]], own_hooks: bool = True) -> tuple[Hook, ...]:
