@@ -488,8 +488,20 @@ class ShardedModule(CompilingModule):
 
     @collective_method
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Original name → full tensor (a copy), for the original state dict. Collective."""
-        return {n: self._full(t.detach()) for n, t in self.state_dict(keep_vars=True).items()}
+        """Original name → full tensor (a copy), of all stages, for the original state dict. Collective."""
+        return dict(self._full_entries())
+
+    @collective_method
+    def _cpu_state_dict(self, kept: bool) -> dict[str, Tensor]:
+        """:meth:`full_state_dict` on the CPU, tied tensors once, or none unless ``kept``. Collective."""
+        own, known, found = self.all_stages_state_dict(), dict[int, Tensor](), dict[str, Tensor]()
+        for name, full in self._full_entries():  # one at a time
+            if kept:
+                found[name] = known.setdefault(id(own[name]), full.cpu())
+        return found
+
+    def _full_entries(self) -> Iterator[tuple[str, Tensor]]:
+        return ((n, self._full(t.detach())) for n, t in self.state_dict(keep_vars=True).items())
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load full tensors by name. :class:`PlanError` if missing, unknown or misshapen."""
