@@ -74,6 +74,7 @@ def _compiling_submodule(sharded: CompilingModule, path: str, base: type[Compili
     original = OriginalModel(model)
     original.own_hooks = False  # the part's own call runs them
     original.parts = {"": of.parts[path], **within(of.parts)}
+    original.guards = AttributeGuards(original.parts, of.guards.read)
     layouts: dict[str, Layout] | None = None
     inner = {} if of.adopted else within(sharded._inner_modules)
     if not of.adopted:
@@ -90,7 +91,7 @@ def _compiling_submodule(sharded: CompilingModule, path: str, base: type[Compili
         original.slots = within(of.slots)
         original.parameters = [name[len(below) :] for name in of.parameters if name.startswith(below)]
         original.elsewhere, original.taken_from = within(of.elsewhere), within(of.taken_from)
-        original.adopted, original.guards = True, AttributeGuards(original.parts, of.guards.read)
+        original.adopted = True
         layouts = within({name: sharded._layout_of.get(name, Layout(sharded._program_mesh)) for name in of.slots})
     settings, like = sharded._settings, sharded._settings.opts.like
     opts = replace(settings.opts, hints=None, plan=None, like=None if _strategy_names_modules(sharded) else like)

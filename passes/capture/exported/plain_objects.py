@@ -114,8 +114,9 @@ class AttributeGuards:
         """``modules``: by path; ``read``: what to guard; ``others``: ids of objects to leave out."""
         self.modules, self._left_out = {**modules}, others
         self.read: dict[type, set[str]] = defaultdict(set) if read is None else read
-        self._guarded: list[tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
-        """(object or module, attribute → key when first seen, → value in the last call, changed attribute → key)"""
+        self._guarded: list[tuple[Any, str, dict[str, Any], dict[str, tuple[Any, bool]], dict[str, Any]]] = []
+        """(object or module, its name, attribute → key when first seen, → (value in the last call,
+        whether it may change in place), changed one → key)"""
         self._others: list[Any] = []
         """values that are no constants: a key has their number"""
         self._set_later = [vars(m)[SET_LATER] for m in self.modules.values() if SET_LATER in vars(m)]
@@ -125,51 +126,61 @@ class AttributeGuards:
         """Guard these fields, too, and objects that were set since."""
         for kind, name in read:
             self.read[kind].add(name)
-        known, modules = {*self._left_out, *(id(x) for x, *_ in self._guarded)}, self.modules.values()
-        new = [(x, _fields(x)) for x in plain_objects(modules)]
-        held = [(m, plain_containers(m)) for m in modules if _class_of(m) in self.read]
-        new += [(m, {n: y for n, y in of.items() if id(y) not in self._left_out}) for m, of in held if of]
-        for x, of in new:
+        known = {*self._left_out, *(id(x) for x, *_ in self._guarded)}
+        new = [(x, "", _fields(x)) for x in plain_objects(self.modules.values())]
+        held = [(m, path, plain_containers(m)) for path, m in self.modules.items() if _class_of(m) in self.read]
+        new += [(m, path, {n: y for n, y in of.items() if id(y) not in self._left_out}) for m, path, of in held if of]
+        for x, path, of in new:
             if id(x) not in known:
-                self._guarded.append((x, {n: self._key(y) for n, y in of.items()}, {}, {}))
+                self._guard(x, path, {n: self._key(y) for n, y in of.items()})
+                known.add(id(x))  # a module may have two paths
+
+    def _guard(self, x: Any, path: str, first: dict[str, Any]) -> dict[str, Any]:
+        named = path if isinstance(x, nn.Module) else f"{type(x).__name__} {len(self._guarded)}"
+        self._guarded.append((x, named, first, {}, {}))
+        return first
 
     def _note_set_later(self) -> None:
-        firsts = {id(x): first for x, first, *_ in self._guarded}
-        for m in [m for m in self.modules.values() if vars(m)[SET_LATER]]:
-            if id(m) not in firsts:
-                self._guarded.append((m, firsts.setdefault(id(m), {}), {}, {}))
+        firsts = {id(x): first for x, _, first, *_ in self._guarded}
+        for path, m in self.modules.items():
             for name, (_, before) in vars(m)[SET_LATER].items():
+                if id(m) not in firsts:
+                    firsts[id(m)] = self._guard(m, path, {})
                 if before and name not in firsts[id(m)]:
                     firsts[id(m)][name] = self._key(*before)
 
     def changes(self) -> list[tuple[str, str, Any]]:
-        """(object, attribute, key) of each that programs follow and that is not as it was, alike on all ranks."""
+        """(name of the object, attribute, key) of what programs follow and is not as it was, alike on all ranks."""
         if any(self._set_later):
             self._note_set_later()
         found, keys = [], dict[int, Any]()  # modules may share a container
-        for number, (x, first, seen, changed) in enumerate(self._guarded):
-            names, fields = self.read.get(_class_of(x), _NOTHING), _fields(x)
-            if isinstance(x, nn.Module):
+        for x, named, first, seen, changed in self._guarded:
+            names, fields, of_module = self.read.get(_class_of(x), _NOTHING), _fields(x), isinstance(x, nn.Module)
+            if of_module:
                 names = names & first.keys() | fields.get(SET_LATER, {}).keys()
             elif not _ALL_FIELDS.isdisjoint(names):
                 names = fields.keys() | first.keys()
             for name in names:
                 value = fields.get(name, NO_ATTRIBUTE)
-                if seen.get(name, seen) is value and not isinstance(value, _CONTAINERS):
+                before, may_change = seen.get(name, (seen, False))
+                if before is value and not may_change:
                     continue
                 if (key := keys.get(id(value))) is None:
                     key = keys[id(value)] = None if value is NO_ATTRIBUTE else self._key(value)
-                seen[name] = value
+                may_change = isinstance(value, _CONTAINERS)
+                if may_change and of_module and before is not value:  # a long one is not read in every call
+                    may_change = container_length(value) <= MAX_GUARDED_ELEMENTS
+                seen[name] = value, may_change
                 changed.pop(name, None)
                 if key != first.get(name):
                     changed[name] = key
-            found += [(f"{type(x).__name__} {number}", name, changed[name]) for name in sorted(changed)]
-        return found
+            found += [(named, name, key) for name, key in changed.items()]
+        return sorted(found, key=lambda change: change[:2])
 
     @property
     def changed(self) -> list[tuple[Any, dict[str, Any]]]:
         """(object, changed field → key), as of the last :meth:`changes`."""
-        return [(x, changed) for x, _, _, changed in self._guarded if changed]
+        return [(x, changed) for x, *_, changed in self._guarded if changed]
 
     def _key(self, x: Any, depth: int = 0) -> Any:
         if isinstance(x, CONSTANT_TYPES):
