@@ -139,7 +139,10 @@ def full_state(model: nn.Module, kept: bool) -> dict[str, Tensor]:
     found: dict[str, Tensor] = OrderedDict(model.state_dict())
     for path, sharded in model.named_modules():
         if isinstance(sharded, ShardedModule):
-            found |= {f"{path}.{n}" if path else n: x for n, x in sharded._cpu_state_dict(kept).items()}
+            prefix = f"{path}." if path else ""
+            for name in [name for name in found if name.startswith(prefix)]:  # in the model's order, of all stages
+                del found[name]
+            found |= {prefix + n: x for n, x in sharded._cpu_state_dict(kept).items()}
     return found if kept else OrderedDict()
 
 
