@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from autoshard.errors import AutoshardError
-from autoshard.module.checkpoints import full_optimizer_state_dict, load_full_optimizer_state_dict
+from autoshard.module.checkpoints import FullOptimizer, full_state
 from autoshard.module.inputs import batch_part, batch_rows
-from autoshard.module.optimizers import clip_grad_norm_, trained_module
+from autoshard.module.optimizers import clip_grad_norm_
 from autoshard.module.ranks.distributed import DistributedModule
 from autoshard.transfers.running import load_safetensors
 
@@ -207,9 +206,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         process, none on others, as with FSDP. Tied weights are one tensor. Collective."""
         if not isinstance(model, DistributedModule):
             return super().get_state_dict(model, unwrap)
-        own, full, known = model.all_stages_state_dict(), model.full_state_dict(), dict[int, torch.Tensor]()
         writes = self.is_local_main_process if self.project_configuration.save_on_each_node else self.is_main_process
-        return OrderedDict((n, known.setdefault(id(own[n]), x.cpu())) for n, x in full.items() if writes)
+        return full_state(model, writes)
 
     def save_model(self, model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """See :meth:`accelerate.Accelerator.save_model`. Collective; on return the files are there for all ranks."""
@@ -237,32 +235,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             yield
             return
         before = self._optimizers
-        self._optimizers = [_FullState(x, self._models) for x in before]
+        self._optimizers = [FullOptimizer(x.optimizer, self._models) for x in before]
         hook = self.register_load_state_pre_hook(_load_models)
         try:
             yield
         finally:
             hook.remove()
             self._optimizers = before
-
-
-class _FullState:
-    """The optimizer that accelerate saves and loads: with the states of the unsharded model."""
-
-    def __init__(self, prepared: Any, models: Iterable[nn.Module]) -> None:
-        self.optimizer = prepared.optimizer
-        self.sharded = trained_module(self.optimizer, (m for m in models if isinstance(m, DistributedModule)))
-
-    def state_dict(self) -> Any:
-        if self.sharded is None:
-            return self.optimizer.state_dict()
-        return full_optimizer_state_dict(self.sharded, self.optimizer)
-
-    def load_state_dict(self, state: Any) -> None:
-        if self.sharded is None:
-            self.optimizer.load_state_dict(state)
-        else:
-            load_full_optimizer_state_dict(self.sharded, self.optimizer, state)
 
 
 def _load_models(models: list[nn.Module], folder: str) -> None:

@@ -24,10 +24,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from autoshard.errors import PlanError
-from autoshard.module.checkpoints import (
-    full_optimizer_state_dict,
-    load_full_optimizer_state_dict,
-)
+from autoshard.module.checkpoints import full_optimizer_state_dict, full_state, load_full_optimizer_state_dict
 from autoshard.module.parts.split import prepare_parts
 from autoshard.module.ranks.distributed import DistributedModule
 from autoshard.module.sharded_module import ShardedModule
@@ -150,15 +147,9 @@ def _save(
     output_dir: Any = None,
     state_dict: Any = None,
 ) -> None:
-    """Gather the full tensors, tied ones once, on the CPU of the rank that writes. Collective."""
+    """Full tensors, on the rank that writes. Collective."""
     if state_dict is None:
-        found: dict[int, torch.Tensor] = {}
-        state_dict = {}
-        for name, tensor in trainer.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in found:
-                full = sharded._full(tensor.detach())
-                found[id(tensor)] = full.cpu() if trainer.args.should_save else full.new_empty(0)
-            state_dict[name] = found[id(tensor)]
+        state_dict = full_state(trainer.model, trainer.args.should_save)
     if trainer.args.should_save:
         theirs(output_dir, state_dict)
     if dist.is_initialized():

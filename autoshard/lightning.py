@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,9 +17,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from autoshard.errors import AutoshardError
-from autoshard.module.checkpoints import full_optimizer_state_dict, load_full_optimizer_state_dict
+from autoshard.module.checkpoints import FullOptimizer, full_state
 from autoshard.module.inputs import batch_part
-from autoshard.module.optimizers import clip_grad_norm_, trained_module
+from autoshard.module.optimizers import clip_grad_norm_
 from autoshard.module.ranks.distributed import DistributedModule
 
 
@@ -126,11 +125,11 @@ class AutoshardStrategy(_Ranks, DDPStrategy):  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Full tensors, on rank 0; empty on others. Collective."""
-        return _full_state(self.lightning_module, self.is_global_zero)
+        return full_state(self.lightning_module, self.is_global_zero)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """State of the unsharded model's optimizer. Collective."""
-        return _full_optimizer_state(self.lightning_module, optimizer)
+        return _full(self.lightning_module, optimizer).state_dict()
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -140,7 +139,7 @@ class AutoshardStrategy(_Ranks, DDPStrategy):  # type: ignore[misc]
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """See Lightning's ``Strategy``; every rank keeps its shards."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            _load_optimizer_state(self.lightning_module, optimizer, state)
+            _full(self.lightning_module, optimizer).load_state_dict(state)
 
 
 class AutoshardFabricStrategy(_Ranks, FabricDDPStrategy):  # type: ignore[misc]
@@ -187,11 +186,11 @@ class AutoshardFabricStrategy(_Ranks, FabricDDPStrategy):  # type: ignore[misc]
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Full tensors, on rank 0; empty on others. Collective."""
-        return _full_state(module, self.is_global_zero)
+        return full_state(module, self.is_global_zero)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """State of the unsharded model's optimizer. Collective."""
-        return _full_optimizer_state(self._module, optimizer)
+        return _full(self._module, optimizer).state_dict()
 
 
 class _NoSync:
@@ -221,40 +220,20 @@ def _tensors_beside(module: nn.Module, sharded: Iterable[str]) -> dict[str, torc
     return {n: x for n, x in every if not n.startswith(within)}
 
 
-def _full_state(module: nn.Module, kept: bool) -> dict[str, Any]:
-    """State dict of ``module``, full tensors on the CPU; empty unless ``kept``. Collective."""
-    found = OrderedDict((n, x) for n, x in module.state_dict().items())
-    for path, sharded in _sharded_in(module).items():
-        prefix = f"{path}." if path else ""
-        found.update((prefix + n, x.cpu()) for n, x in sharded.full_state_dict().items())
-    return found if kept else {}
-
-
-def _of(module: nn.Module | None, optimizer: Any) -> tuple[DistributedModule | None, Any]:
-    """(the sharded module that ``optimizer`` steps, the optimizer without a wrapper)."""
+def _full(module: nn.Module | None, optimizer: Any) -> FullOptimizer:
+    """``optimizer``, without its wrapper, with states of the unsharded model."""
     while isinstance(optimizer, LightningOptimizer | _FabricOptimizer):
         optimizer = optimizer.optimizer
-    return trained_module(optimizer, _sharded_in(module).values()), optimizer
-
-
-def _full_optimizer_state(module: nn.Module | None, optimizer: Any) -> dict[str, Any]:
-    sharded, plain = _of(module, optimizer)
-    state: dict[str, Any] = plain.state_dict() if sharded is None else full_optimizer_state_dict(sharded, plain)
-    return state
-
-
-def _load_optimizer_state(module: nn.Module, optimizer: Any, state: Mapping[str, Any]) -> None:
-    sharded, plain = _of(module, optimizer)
-    if sharded is None:
-        plain.load_state_dict(state)
-    else:
-        load_full_optimizer_state_dict(sharded, plain, state)
+    return FullOptimizer(optimizer, () if module is None else module.modules())
 
 
 def _clip(module: nn.Module, optimizer: Any, norm: float, other: Any, *args: Any, **kwargs: Any) -> Any:
     """Clip by our norm if ``optimizer`` holds the sharded module's parameters and no more, else by ``other()``."""
-    sharded, plain = _of(module, optimizer)
-    held = {id(p) for group in plain.param_groups for p in group["params"] if p.grad is not None}
+    of = _full(module, optimizer)
+    sharded, held = (
+        of.sharded,
+        {id(p) for group in of.optimizer.param_groups for p in group["params"] if p.grad is not None},
+    )
     if sharded is None or held != {id(p) for p in sharded.parameters() if p.grad is not None}:
         return other()
     return clip_grad_norm_(sharded, norm, *args, **kwargs)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import PlanError
+from autoshard.module.optimizers import trained_module
 from autoshard.module.programs.call_checks import collective_method
 from autoshard.module.ranks.pipelined import PipelinedModule
 from autoshard.module.sharded_module import ShardedModule
@@ -129,3 +131,38 @@ def _holds_mappings(found: Any, kind: type) -> bool:
     """Whether ``found`` is a ``kind`` whose values are mappings."""
     values = found.values() if isinstance(found, Mapping) else found
     return isinstance(found, kind) and all(isinstance(x, Mapping) for x in values)
+
+
+def full_state(model: nn.Module, kept: bool) -> dict[str, Tensor]:
+    """State dict of ``model``, of its sharded modules with full tensors on the CPU, tied ones once; empty unless
+    ``kept``. Collective."""
+    found: dict[str, Tensor] = OrderedDict(model.state_dict())
+    for path, sharded in model.named_modules():
+        if isinstance(sharded, ShardedModule):
+            prefix = f"{path}." if path else ""
+            for name in [name for name in found if name.startswith(prefix)]:  # in the model's order, of all stages
+                del found[name]
+            found |= {prefix + n: x for n, x in sharded._cpu_state_dict(kept).items()}
+    return found if kept else OrderedDict()
+
+
+class FullOptimizer:
+    """``optimizer`` for frameworks that save and load it: its state dict is the unsharded model's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
+        """``models``: those that may be sharded modules that the optimizer steps."""
+        self.optimizer = optimizer
+        self.sharded = trained_module(optimizer, (m for m in models if isinstance(m, ShardedModule)))
+        """the sharded module that it steps; None: another model"""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :func:`full_optimizer_state_dict`."""
+        own = self.optimizer
+        return own.state_dict() if self.sharded is None else full_optimizer_state_dict(self.sharded, own)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See :func:`load_full_optimizer_state_dict`."""
+        if self.sharded is None:
+            self.optimizer.load_state_dict(dict(state))
+        else:
+            load_full_optimizer_state_dict(self.sharded, self.optimizer, state)

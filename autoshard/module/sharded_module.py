@@ -36,6 +36,7 @@ from autoshard.module.programs.executable import Executable, ModuleCall, run_fir
 from autoshard.module.programs.pipeline import run_stages_in_order
 from autoshard.module.saving import save_rank_modules
 from autoshard.passes.capture.exported.mutated_arguments import update_caller_objects
+from autoshard.passes.capture.exported.plain_objects import AttributeGuards
 from autoshard.passes.capture.exported.pytrees import (
     LEAF_ARGUMENT_TYPES,
     constant_key,
@@ -73,6 +74,7 @@ def _compiling_submodule(sharded: CompilingModule, path: str, base: type[Compili
     original = OriginalModel(model)
     original.own_hooks = False  # the part's own call runs them
     original.parts = {"": of.parts[path], **within(of.parts)}
+    original.guards = AttributeGuards(original.parts, of.guards.read)
     layouts: dict[str, Layout] | None = None
     inner = {} if of.adopted else within(sharded._inner_modules)
     if not of.adopted:
@@ -89,7 +91,7 @@ def _compiling_submodule(sharded: CompilingModule, path: str, base: type[Compili
         original.slots = within(of.slots)
         original.parameters = [name[len(below) :] for name in of.parameters if name.startswith(below)]
         original.elsewhere, original.taken_from = within(of.elsewhere), within(of.taken_from)
-        original.adopted, original.fields = True, of.fields
+        original.adopted = True
         layouts = within({name: sharded._layout_of.get(name, Layout(sharded._program_mesh)) for name in of.slots})
     settings, like = sharded._settings, sharded._settings.opts.like
     opts = replace(settings.opts, hints=None, plan=None, like=None if _strategy_names_modules(sharded) else like)
@@ -487,8 +489,20 @@ class ShardedModule(CompilingModule):
 
     @collective_method
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Original name → full tensor (a copy), for the original state dict. Collective."""
-        return {n: self._full(t.detach()) for n, t in self.state_dict(keep_vars=True).items()}
+        """Original name → full tensor (a copy), of all stages, for the original state dict. Collective."""
+        return dict(self._full_entries())
+
+    @collective_method
+    def _cpu_state_dict(self, kept: bool) -> dict[str, Tensor]:
+        """:meth:`full_state_dict` on the CPU, tied tensors once, or none unless ``kept``. Collective."""
+        own, known, found = self.all_stages_state_dict(), dict[int, Tensor](), dict[str, Tensor]()
+        for name, full in self._full_entries():  # one at a time
+            if kept:
+                found[name] = known.setdefault(id(own[name]), full.cpu())
+        return found
+
+    def _full_entries(self) -> Iterator[tuple[str, Tensor]]:
+        return ((n, self._full(t.detach())) for n, t in self.state_dict(keep_vars=True).items())
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load full tensors by name. :class:`PlanError` if missing, unknown or misshapen."""

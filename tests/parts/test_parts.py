@@ -417,6 +417,34 @@ def test_attributes_that_plain_code_sets_on_a_part() -> None:
     assert {"body", "head"} <= {*found.parts}
 
 
+class Adjusted(nn.Module):
+    """Plain code and a part read attributes that users set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = nn.Sequential(nn.Linear(8, 8), nn.ELU(1.0)), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.body(x) * self.scale + getattr(self, "offsets", [0.0])[0]
+        return found if float(x.sum()) < 1e9 else x
+
+
+def test_attributes_that_are_set_before_the_first_call_and_later() -> None:
+    model, x = Adjusted(), torch.randn(6, 8)
+    sharded, losses = autoshard.compile(copy.deepcopy(model), ideal(AXES)), []
+    for name, value in (("scale", 2.0), ("offsets", [1.0])):
+        setattr(model, name, value)
+        setattr(sharded, name, copy.copy(value))
+    model.body[1].alpha = sharded.body[1].alpha = 0.5
+    for change in (lambda m: m.offsets.insert(0, 3.0), lambda m: setattr(m, "scale", 1.0), None):
+        torch.testing.assert_close(sharded(x), model(x))
+        losses.append(model(x).sum().item())
+        for of in (model, sharded) if change else ():
+            change(of)
+    assert len({*losses}) == 3
+    assert {*sharded.parts} == {"body"}
+
+
 class Branch(nn.Module):
     """Not one graph, without modules that could be parts."""
 

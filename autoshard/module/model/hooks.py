@@ -5,6 +5,7 @@ each output ends a program, so such a backward is refused."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 import weakref
@@ -12,16 +13,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import unserializable_hook
 
 from autoshard.errors import CaptureError, RuntimeMismatchError
 from autoshard.module.model.closures import copy_with_memo
+from autoshard.passes.capture.exported.plain_objects import SET_LATER
 from autoshard.passes.capture.exported.pytrees import CONSTANT_TYPES, constant_key
 from autoshard.passes.capture.exported.snapshots import NO_ATTRIBUTE
 from autoshard.passes.ir.graph import Graph, Ref
@@ -31,8 +36,6 @@ HOOK_KINDS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 HOOK_FLAGS = "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"
 HOOK_SNAPSHOT = "_given_hooks"
 """key in a submodule's dict: kind → (the user's hook dict, the hooks it had at adoption)"""
-SET_LATER = "_set_later"
-"""key in a submodule's dict: name → key of its value, for attributes set after compilation that a forward may read"""
 OWN_STATE = "_original", "_known", "_held", "_owner", HOOK_SNAPSHOT, SET_LATER
 """keys in a submodule's dict that are ours"""
 
@@ -59,17 +62,31 @@ def adopt_hooks(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
         own = vars(parts[path])
         for kind in (*HOOK_KINDS, *HOOK_FLAGS):
             if own[kind] is (theirs := vars(module)[kind]):
-                own[kind] = OrderedDict(theirs)
+                own[kind] = OrderedDict((n, _fixed(hook, type(module))) for n, hook in theirs.items())
                 if theirs and kind in HOOK_KINDS:
                     own.setdefault(HOOK_SNAPSHOT, {})[kind] = theirs, frozenset(theirs)
 
 
+def refuse_change(what: str) -> NoReturn:
+    raise CaptureError(
+        f"{what}, but its programs compute what the model did when it was compiled. Change "
+        "the model, and compile it again."
+    )
+
+
+def _fixed(hook: Any, of: type) -> Any:
+    """``hook``; of a reparametrization a copy, whose removal is refused before any change."""
+    if isinstance(hook, BasePruningMethod | SpectralNorm | WeightNorm):
+        hook, what = copy.copy(hook), f"{type(hook).__name__} is removed from a {of.__name__}"
+        hook.remove = lambda _: refuse_change(what)
+    return hook
+
+
 def forward_hooks_of(parts: Iterable[tuple[str, nn.Module]], own_hooks: bool = True) -> tuple[Hook, ...]:
-    """The forward hooks of these modules, and attributes that users set after compilation.
+    """The forward hooks of these modules, and the new attributes of modules that have any.
     ``own_hooks``: whether hooks of the model itself, path "", count."""
     found: list[Hook] = []
     for path, part in parts:
-        found += [Hook(path, n, value=key) for n, (key, _) in vars(part)[SET_LATER].items()]
         if not (path or own_hooks):
             continue
         _drop_removed_hooks(part)
@@ -86,15 +103,13 @@ def new_attributes(part: nn.Module) -> dict[str, Any]:
 
 
 def set_later(part: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute that programs follow: there is one per value of a constant, and per other
-    assignment. ``NO_ATTRIBUTE`` deletes it."""
-    keys: dict[str, tuple[Any, int]] = vars(part)[SET_LATER]
-    number = keys[name][1] + 1 if name in keys else 0
-    keys[name] = constant_key(value) if isinstance(value, CONSTANT_TYPES) else (type(value), number), number
-    if value is NO_ATTRIBUTE:
-        vars(part).pop(name, None)
-    else:
-        vars(part)[name] = value
+    """Set an attribute that programs follow. ``NO_ATTRIBUTE`` deletes it."""
+    own = vars(part)
+    number, before = own[SET_LATER].get(name) or (0, (own[name],) if name in own else ())
+    own[SET_LATER][name] = number + 1, before
+    own.pop(name, None)
+    if value is not NO_ATTRIBUTE:
+        own[name] = value
 
 
 def take_later(own: dict[str, Any], part: nn.Module, name: str, memo: Mapping[int, Any]) -> Any:

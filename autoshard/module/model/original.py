@@ -6,7 +6,7 @@ import contextlib
 import copy
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,6 @@ from autoshard.initialise.deferred import recording_of
 from autoshard.module.model.closures import deepcopy_functions, deepcopy_without_tensors, ids_in_model, plain_memo
 from autoshard.module.model.hooks import (
     FORWARD_HOOKS,
-    SET_LATER,
     Hook,
     adopt_hooks,
     forward_hooks_of,
@@ -31,7 +30,12 @@ from autoshard.module.model.hooks import (
 )
 from autoshard.module.model.parameters import carry_attributes, meta_parameter
 from autoshard.module.model.submodules import ShardedSubmodule, sharded_submodules
-from autoshard.passes.capture.exported.plain_objects import FieldGuards, plain_containers, plain_objects
+from autoshard.passes.capture.exported.plain_objects import (
+    SET_LATER,
+    AttributeGuards,
+    plain_containers,
+    plain_objects,
+)
 from autoshard.passes.capture.exported.snapshots import (
     BUFFER_VALUES,
     LEFT_BY_TRACE,
@@ -202,9 +206,8 @@ class OriginalModel:
         self._seen: TensorSnapshot | None = None
         """snapshot of the last call"""
         self._places: list[dict[Any, Any]] | None = None
-        """the dicts of forward hooks and later attributes, of all parts"""
-        self.fields: FieldGuards | None = None
-        """guards of plain objects; None until the first program"""
+        """the dicts of forward hooks, of all parts"""
+        self.guards = AttributeGuards(self.parts)
         self._states: deque[tuple[Any, CallState]] = deque(maxlen=4)
         """of the last calls, with their fields: comparing tuples needs no Python call"""
 
@@ -217,11 +220,19 @@ class OriginalModel:
             return False
         before, self.parts, self._places = self.parts, sharded_submodules(self.model), None
         self._parametrized = _has_parametrizations(self.model)
-        for path in self.parts.keys() & before.keys():
-            self.parts[path].training = before[path].training
-            if (own := vars(before[path]))["_original"] is self.parts[path]._original:
-                vars(self.parts[path]).update({n: own[n] for n in (SET_LATER, *own[SET_LATER]) if n in own})
+        self.take_over(before)
         return True
+
+    def take_over(self, before: Mapping[str, nn.Module]) -> None:
+        """Take over what users have set on the parts ``before``: modes and attributes."""
+        for path in self.parts.keys() & before.keys():
+            own, now = vars(before[path]), vars(self.parts[path])
+            now["training"] = own["training"]
+            if own["_original"] is now["_original"]:
+                for name in (SET_LATER, *own[SET_LATER]):
+                    now.pop(name, None)
+                    now.update({name: own[name]} if name in own else {})
+        self.guards = AttributeGuards(self.parts)
 
     @property
     def root(self) -> ShardedSubmodule:
@@ -238,9 +249,9 @@ class OriginalModel:
     def hooks(self) -> tuple[Hook, ...]:
         """Forward hooks of every module; attributes and fields set after compilation."""
         if self._places is None:
-            self._places = [vars(part)[kind] for part in self.parts.values() for kind in (*FORWARD_HOOKS, SET_LATER)]
+            self._places = [vars(part)[kind] for part in self.parts.values() for kind in FORWARD_HOOKS]
         found = forward_hooks_of(self.parts.items(), self.own_hooks) if any(self._places) else ()
-        changed = () if self.fields is None else self.fields.changes()
+        changed = self.guards.changes()
         return (*found, *(Hook(place, name, value=key) for place, name, key in changed)) if changed else found
 
     def by_original(self) -> dict[int, ShardedSubmodule]:
@@ -380,7 +391,7 @@ class OriginalModel:
         for path, module in self.model.named_modules(remove_duplicate=False):
             own = vars(self.parts[path])  # captures see what is written to these containers; the user's model does not
             own.update({n: x for n, x in plain_containers(module).items() if n in own})
-        self.fields = FieldGuards(self.parts.values())
+        self.guards = AttributeGuards(self.parts)
 
     def _without_values(self, absent: Iterable[str]) -> None:
         self.absent = {name: (tensor := self.tensor(name), tensor._version) for name in absent}
@@ -462,7 +473,7 @@ class OriginalModel:
 
     def _check_fields(self) -> None:
         """Refuse changed fields of objects with modules or tensors, copied by the skeleton."""
-        if self.fields is None or not (changed := self.fields.changed):
+        if not (changed := self.guards.changed):
             return
         ours, copies = ({id(x) for x in plain_objects(of)} for of in (self.parts.values(), self.model.modules()))
         for x, names in changed:

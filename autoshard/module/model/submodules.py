@@ -14,9 +14,6 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 from autoshard import runtime
@@ -24,7 +21,8 @@ from autoshard.errors import AutoshardError, CaptureError, PlanError
 from autoshard.module.dtensors.module_dtensor import shard_full
 from autoshard.module.dtensors.outputs import ShardedOutput
 from autoshard.module.logits import gather_logits
-from autoshard.module.model.hooks import SET_LATER, set_later, share_hooks
+from autoshard.module.model.hooks import refuse_change, set_later, share_hooks
+from autoshard.passes.capture.exported.plain_objects import SET_LATER
 from autoshard.passes.capture.exported.pytrees import CONSTANT_TYPES, constant_key
 from autoshard.passes.capture.exported.snapshots import NO_ATTRIBUTE, items_or_attributes
 from autoshard.torch_private.capture import skip_package
@@ -44,14 +42,14 @@ class FixedChildren(dict[str, "nn.Module | None"]):
 
     def __setitem__(self, name: str, module: nn.Module | None) -> None:
         if name in self or not self.new:
-            _refuse_change(f"module {name!r} is put into the sharded module")
+            refuse_change(f"module {name!r} is put into the sharded module")
         super().__setitem__(name, module)
 
     def __delitem__(self, name: str) -> None:
-        _refuse_change(f"module {name!r} is taken out of the sharded module")
+        refuse_change(f"module {name!r} is taken out of the sharded module")
 
     def _change(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse_change("modules are put into or taken out of the sharded module")
+        refuse_change("modules are put into or taken out of the sharded module")
 
     pop = popitem = clear = update = setdefault = _change
 
@@ -73,7 +71,7 @@ class FixedModule(nn.Module):
         tensors = next((d for d in (own["_parameters"], own["_buffers"]) if name in d), None)
         if tensors is not None:
             if (tensors[name] is None) != (value is None):
-                _refuse_change(f"{name!r} of a {self._original.__name__} is {'removed' if value is None else 'added'}")
+                refuse_change(f"{name!r} of a {self._original.__name__} is {'removed' if value is None else 'added'}")
             if tensors is own["_buffers"] and isinstance(tensors[name], DTensor):
                 value = shard_like(value, tensors[name])
         elif not (isinstance(value, nn.Module) or _are_handles(value)) and (
@@ -86,7 +84,7 @@ class FixedModule(nn.Module):
                 of_class := inspect.getattr_static(self._original, name, None)
             ):
                 if callable(of_class) or not _is_followed(value):
-                    _refuse_change(f"attribute {name!r} of a {self._original.__name__} is set")
+                    refuse_change(f"attribute {name!r} of a {self._original.__name__} is set")
                 set_later(own["_original_model"].root if "_original_model" in own else self, name, value)
         super().__setattr__(name, value)
 
@@ -154,27 +152,11 @@ class FixedModule(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         if name in self._known or name in self._parameters or name in self._buffers or hasattr(self._original, name):
-            _refuse_change(f"{name!r} of a {self._original.__name__} is deleted")
+            refuse_change(f"{name!r} of a {self._original.__name__} is deleted")
         super().__delattr__(name)
         part = own["_original_model"].root if "_original_model" in (own := self.__dict__) else self
         if name in vars(part)[SET_LATER]:
             set_later(part, name, NO_ATTRIBUTE)
-
-
-def _refuse_on_ours(remove: Callable[..., None]) -> Callable[..., None]:
-    """``remove`` of a hook-based reparametrization, refused on our modules before any change."""
-
-    @functools.wraps(remove)
-    def removed(self: Any, module: nn.Module) -> None:
-        if isinstance(module, FixedModule):
-            _refuse_change(f"{type(self).__name__} is removed from a {module._original.__name__}")
-        remove(self, module)
-
-    return removed
-
-
-for _kind in (BasePruningMethod, SpectralNorm, WeightNorm):
-    _kind.remove = _refuse_on_ours(_kind.remove)  # type: ignore[method-assign]
 
 
 def _refuse_backward_hook(register: Callable[..., Any]) -> Any:
@@ -217,13 +199,6 @@ def shard_like(full: Any, like: DTensor) -> Any:
 def is_unchanged_value(old: Any, new: Any) -> bool:
     """Whether assigning ``new`` to ``old`` changes nothing."""
     return old is new or (isinstance(new, CONSTANT_TYPES) and constant_key(old) == constant_key(new))
-
-
-def _refuse_change(what: str) -> NoReturn:
-    raise CaptureError(
-        f"{what}, but its programs compute what the model did when it was compiled. Change "
-        "the model, and compile it again."
-    )
 
 
 def sharded_submodules(model: nn.Module) -> dict[str, ShardedSubmodule]:

@@ -22,12 +22,12 @@ from autoshard.dumps import asked_checks
 from autoshard.errors import AutoshardError, BudgetError, LayoutError, PlanError, RuleError, RuntimeMismatchError
 from autoshard.layout import Layout
 from autoshard.module.model.closures import deepcopy_functions, held_in_attributes, ids_in_model, plain_memo
-from autoshard.module.model.hooks import HOOK_FLAGS, HOOK_KINDS, SET_LATER, take_later
+from autoshard.module.model.hooks import HOOK_FLAGS, HOOK_KINDS, take_later
 from autoshard.module.model.submodules import ShardedSubmodule, kept_attributes
 from autoshard.module.parts.memory import PartLimits
 from autoshard.module.parts.plans import FlopCount, share_of_flops
 from autoshard.module.parts.tensors import PlainTensors
-from autoshard.passes.capture.exported.plain_objects import FieldGuards
+from autoshard.passes.capture.exported.plain_objects import SET_LATER, AttributeGuards
 from autoshard.passes.capture.exported.snapshots import parameters_of, replace_in_attributes
 from autoshard.torch_private.autograd import forward_level, peek_interpreter_stack
 from autoshard.torch_private.dispatch import without_dispatch_modes
@@ -91,8 +91,8 @@ class Between:
         self.thread: int | None = None
         """the thread of the call that runs; a recomputation runs after it in any"""
         self.plain = PlainTensors(sharded)
-        self._taken: dict[tuple[str, str], Any] = {}
-        """(path, name) → key of an attribute set after compilation that plain code has"""
+        self._taken: dict[tuple[str, str], int] = {}
+        """(path, name) → number of an assignment after compilation that plain code has"""
         self._seen: dict[str, int] = {}
         """path → number of laid-out tensors that its part knows"""
         self.renew()
@@ -110,7 +110,7 @@ class Between:
             self.model = copy.deepcopy(of.model, {id(x): of.tensor(name) for name, x in named.items()} | shared)
         self._taken.clear()
         self.modules = dict(self.model.named_modules())
-        self._fields = FieldGuards(self.modules.values(), of.fields.read, {*shared})
+        self._guards = AttributeGuards(self.modules, of.guards.read, {*shared})
         self._own = {
             id(m): [(n, x) for n, x in vars(m).items() if n != "training" and type(x) in (bool, int, float, str)]
             for m in self.modules.values()
@@ -238,9 +238,9 @@ class Between:
     def _take_attributes(self, path: str, own: dict[str, Any]) -> None:
         """Take over attributes that were set on the sharded module since the last call."""
         part = vars(self.sharded._original_model.parts[path])
-        for name, key in part[SET_LATER].items():
-            if self._taken.get((path, name)) != key:
-                self._taken[path, name] = key
+        for name, (number, _) in part[SET_LATER].items():
+            if self._taken.get((path, name)) != number:
+                self._taken[path, name] = number
                 parts, of = self.sharded._original_model.parts, id(self.modules[path])
                 self._own[of] = [(n, x) for n, x in self._own[of] if n != name]
                 take_later(own, parts[path], name, {id(parts[p]): m for p, m in self.modules.items()})
@@ -309,7 +309,7 @@ class Between:
         """Whether plain code has set what programs have otherwise: a number, flag or string of a module at or below
         ``path``, or a field that a part reads."""
         each = [(vars(m), self._own[id(m)]) for _, m in self._within(path)]
-        return any(own.get(name) != x for own, held in each for name, x in held) or bool(self._fields.changes())
+        return any(own.get(name) != x for own, held in each for name, x in held) or bool(self._guards.changes())
 
     def _within(self, path: str) -> list[tuple[str, nn.Module]]:
         """Modules at and below ``path`` by their paths there, without those that the forward has made."""

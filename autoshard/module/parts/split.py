@@ -161,8 +161,7 @@ def _split(sharded: Any, refusal: AutoshardError) -> Iterator[Between]:
         if first:
             _check_aliases(original.model)
             made = OriginalModel(original.model)
-            for path, part in made.parts.items():
-                part.training = original.parts[path].training
+            made.take_over(original.parts)
             object.__setattr__(sharded, "_original_model", made)
             object.__setattr__(sharded, "_inner_modules", {})
             _adopt_replicated(sharded)

@@ -23,7 +23,6 @@ from autoshard.initialise.deferred import materialise, recomputed_buffers, recor
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.module.inputs import InputLayouts, InputScope, local_layouts, report_global_inputs
-from autoshard.module.model.hooks import SET_LATER
 from autoshard.module.model.original import (
     CallState,
     OriginalModel,
@@ -375,9 +374,8 @@ class CompilingModule(FixedModule):
         object.__setattr__(self, "_parameter_layouts", {**others, **kept})
         outputs = is_state_output(found.graph, inspect.signature(self._original_model.model.forward).parameters)
         executable = Executable.of(found, input_descriptions(found.graph, args, kwargs), outputs, structure)
-        if (fields := self._original_model.fields) is not None:
-            fields.note(found.graph.fields)
-            object.__setattr__(self, "_last", None)  # its key does not know these fields
+        self._original_model.guards.note(found.graph.fields)
+        object.__setattr__(self, "_last", None)  # its key does not know these fields
         executable.attached = attribute_values(found.graph.attached, self.tensor)
         if structure is not None and (why := executable.refuses(structure, call.leaves)):
             raise PlanError(f"the program does not fit the call that it was compiled for: {why}")
@@ -411,10 +409,7 @@ class CompilingModule(FixedModule):
             programs = self._part_of[0].programs.setdefault(str(graph), [])
         gradients = tuple(t.grad for t in graph.types.values())  # not in the text
         key = gradients, repr(known if of_part else known.inputs)
-        own_model = self._original_model
-        later = any(vars(part)[SET_LATER] for part in own_model.parts.values())
-        later = later or bool(own_model.fields and own_model.fields.changes())
-        for of, captured, found in programs if of_part or later else ():
+        for of, captured, found in programs if of_part or self._original_model.guards.changes() else ():
             own, others = graph.constants, captured.constants
             equal = of == key and (of_part or str(graph) == str(captured)) and own.keys() == others.keys()
             if equal and all(torch.equal(own[n], others[n]) for n in own):

@@ -199,14 +199,10 @@ class PipelinedModule(StageOutputsModule):
         named = ((n, p.grad) for n, p in nn.Module.named_parameters(self) if p.grad is not None)
         return [g for n, g in named if self._along.is_mine(self._stage_of(n))]
 
-    @collective_method
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Original name → full tensor (a copy) of the state dict, on every rank. Collective."""
+    def _full_entries(self) -> Iterator[tuple[str, Tensor]]:
         own, whole = self.state_dict(keep_vars=True), self.all_stages_state_dict()
-        return {
-            n: self.everywhere(name, whole[n], own[n].detach() if n in own else None)
-            for n, (name, _) in state_dict_entries(self._original_model.model).items()
-        }
+        for n, (name, _) in state_dict_entries(self._original_model.model).items():
+            yield n, self.everywhere(name, whole[n], own[n].detach() if n in own else None)
 
     def all_stages_state_dict(self) -> dict[str, Tensor]:
         """See :meth:`ShardedModule.whole_state_dict`."""

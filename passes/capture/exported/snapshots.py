@@ -59,7 +59,7 @@ def items_or_attributes(x: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
 
 def container_length(x: Any) -> int:
     """Number of items of a container, bypassing a user's ``__len__``."""
-    kind: Any = next(kind for kind in (list, dict, set, deque) if isinstance(x, kind))
+    kind: Any = next(kind for kind in (list, dict, set, deque, tuple, frozenset) if isinstance(x, kind))
     return int(kind.__len__(x))
 
 

@@ -162,7 +162,7 @@ class Weighted(nn.Module):
         self.powers, self.log = [1], [0]
 
     def forward(self, x: torch.Tensor) -> Any:
-        y = self.inner(x) * self.weights["loss"] + self.weights["rows"]["each"][1]
+        y = self.inner(x) * self.weights["loss"] + self.weights["rows"]["each"][1] + getattr(self, "more", [0.0])[0]
         return (y.pow(self.powers[0]).mean(),) if isinstance(self.inner, Weighted) else y
 
 
@@ -177,6 +177,8 @@ def containers_that_change_later(mesh: autoshard.Mesh) -> None:
         lambda m: m[0].weights.update(loss=2.0),
         lambda m: operator.setitem(m[0].weights["rows"]["each"], 1, 3.0),
         lambda m: operator.setitem(m[0].powers, 0, 2),
+        lambda m: setattr(m[0], "more", [1.0]),
+        lambda m: operator.setitem(m[0].more, 0, 2.0),
         lambda m: setattr(m[0], "weights", {"loss": 3.0, "rows": {"each": [1.0, 2.0]}}),
         lambda m: m[0].weights.update(loss=4.0),
     ]
