@@ -79,6 +79,7 @@ from autoshard.passes.capture.specialization.loops import LoopFindings, check_lo
 from autoshard.passes.capture.specialization.model_state import (
     SecondCallError,
     check_created_state,
+    check_left_losses,
     check_second_call,
     graph_after_warm_up,
     record_left_state,
@@ -127,6 +128,7 @@ def capture(
     training: bool | None = None,
     dynamic: Dynamic = False,
     precision: Precision | None = None,
+    is_part: bool = False,
 ) -> Graph:
     """The functional graph of one call ``model(*args, **kwargs)``.
 
@@ -134,6 +136,7 @@ def capture(
     ``training``: whether gradients are wanted (default: ``model.training``). If not, every type has
     ``grad=False``. Modules are captured in their current train or eval mode.
     ``precision``: capture a step in mixed precision.
+    ``is_part``: code around the model may read what its forward leaves in attributes.
 
     The model is left unchanged. Parameters and examples may be on the meta device.
     Raises :class:`CaptureError` if the graph would not compute the same as the model.
@@ -145,7 +148,7 @@ def capture(
     register_types(example)
     if dynamic:
         dynamic_inputs(tensors_by_argument(model, example), dynamic)  # a wrong request is refused before tracing
-    trace = functools.partial(_capture_once, model, example, training, dynamic, precision)
+    trace = functools.partial(_capture_once, model, example, training, dynamic, precision, is_part)
     try:
         graph = trace()
     except SecondCallError as error:
@@ -153,12 +156,14 @@ def capture(
             graph = graph_after_warm_up(model, example, trace, error)
     if dynamic is True and (other := lengthened_example(graph, example)) is not None:
         with contextlib.suppress(CaptureError):
-            return covering_length_one(graph, _capture_once(model, other, training, dynamic, precision)) or graph
+            return (
+                covering_length_one(graph, _capture_once(model, other, training, dynamic, precision, is_part)) or graph
+            )
     return graph
 
 
 def _capture_once(
-    model: nn.Module, example: Example, training: bool, dynamic: Dynamic, precision: Precision | None
+    model: nn.Module, example: Example, training: bool, dynamic: Dynamic, precision: Precision | None, is_part: bool
 ) -> Graph:
     """One trace of :func:`capture`, with all tracer patches installed. Takes the trace lock."""
     with (
@@ -180,7 +185,8 @@ def _capture_once(
         alias_plain_tensors(model)
         graph, eager_grads = _graph_and_output_grads(model, example, training, dynamic)
         check_parameter_aliases(model, graph)
-        check_second_call(model, graph, lambda: _graph_and_output_grads(model, example, training, dynamic)[0])
+        retrace = functools.partial(_graph_and_output_grads, model, example, training, dynamic)
+        check_second_call(model, graph, lambda: retrace()[0], is_part)
     graph = mark_embedding_tables(annotate_stored_dtypes(graph, stored_dtypes, precision))
     graph = replace(graph, types=interned_types(graph.types), outside=tuple(read.values()), fields=frozenset(fields))
     check_dtypes(graph)
@@ -355,12 +361,13 @@ class _TracedCall:
                     output = forward(*args, **kwargs)
                     watch.end(output)
                 check_created_state(before)
+                record_left_state(before)
+                check_left_losses((module, owned) for module, owned, _ in assigned)
                 for module, owned, shapes in assigned:
                     check_buffer_shapes(module, shapes)
                     if module is not model:
                         write_buffers_in_place(module, owned)
                 check_attribute_writes(model, attributes, parameters)
-                record_left_state(before)
                 return output
             except Exception as error:
                 self.error = error

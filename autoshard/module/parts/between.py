@@ -16,6 +16,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from autoshard.dumps import asked_checks
@@ -43,6 +44,9 @@ MAX_FIXED_SHAPES = 4
 
 HEAVY_SHARE = 0.05
 """share of the FLOPs from which a module without parameters is tried as a part: a trace takes about a second"""
+
+_NO_STATE = {*vars(nn.Module()), "forward"}
+"""attributes that every module has"""
 
 _NO_PROGRAM = PlanError, RuleError, LayoutError
 
@@ -126,6 +130,10 @@ class Between:
                 own[kind] = self.plain.view(path, part[kind])
             if path and type(module).forward is not nn.Module.forward:
                 own["forward"] = _Forward(self, path, module.forward)
+        self._first = {
+            path: {n: x for n, x in vars(module).items() if not isinstance(x, dict | list) or x}
+            for path, module in self.modules.items()
+        }
         self._show()
 
     @property
@@ -173,8 +181,15 @@ class Between:
                         shown.pop(name, None)
 
     def _show(self) -> None:
-        """Show the plain attributes of the model on the sharded module: its forward may have set them."""
+        """Show the plain attributes of the model on the sharded module, and tensors that the forward has left in any."""
         self.sharded.__dict__.update(self._plain_attributes())
+        for path, module in self.modules.items():
+            first = self._first[path]
+            found = {n: x for n, x in vars(module).items() if n not in _NO_STATE and x is not first.get(n)}
+            found = {n: x for n, x in found.items() if any(map(torch.is_tensor, pytree.tree_leaves(x)))}
+            vars(self.sharded._original_model.parts[path]).update(found)
+            if not path:
+                self.sharded.__dict__.update({n: x for n, x in found.items() if n not in self._taken_names})
 
     @contextlib.contextmanager
     def _local_references(self) -> Iterator[None]:
@@ -209,13 +224,17 @@ class Between:
     @property
     def attributes(self) -> dict[str, Any]:
         """Attributes of the model itself, without its modules and tensors."""
-        internal = {*vars(nn.Module()), "forward"}
-        return {name: x for name, x in vars(self.model).items() if name not in internal}
+        return {name: x for name, x in vars(self.model).items() if name not in _NO_STATE}
 
     def _plain_attributes(self) -> dict[str, Any]:
         """Plain attributes of the model, which its forward may have set."""
-        taken = {name for kind in type(self.sharded).__mro__ for name in vars(kind).get("__annotations__", ())}
+        taken = self._taken_names
         return {n: x for n, x in kept_attributes(self.model).items() if n not in taken and n != EAGER_MARK}
+
+    @property
+    def _taken_names(self) -> set[str]:
+        """Attributes of a sharded module itself."""
+        return {name for kind in type(self.sharded).__mro__ for name in vars(kind).get("__annotations__", ())}
 
     def copied(self, sharded: Any, memo: dict[int, Any]) -> Between:
         """The code between the parts of ``sharded``, a deep copy."""

@@ -392,7 +392,8 @@ class CompilingModule(FixedModule):
         self, model: nn.Module, example: CallArguments, opts: CompileOptions, known: KnownLayouts, **options: Any
     ) -> Compiled:
         """Compile for these arguments. ``options``: see :func:`capture`."""
-        graph = capture_graph(model, *example, precision=opts.mixed_precision, **options)
+        is_part = self._part_of is not None
+        graph = capture_graph(model, *example, precision=opts.mixed_precision, is_part=is_part, **options)
         opts = replace(opts, like=expand_tp_plan(model, opts.like))
         found = self._shared_program(graph, known, lambda: compile_graph(graph, self.mesh, opts, known))
         first = self._parameter_layouts is None and self._part_of is None

@@ -190,6 +190,40 @@ def record_left_state(before: StateBeforeCall) -> None:
                 grows.append(dotted)
 
 
+def check_left_losses(buffers: Iterable[tuple[nn.Module, Mapping[str, Any]]]) -> None:
+    """Refuse a forward that leaves a number with a gradient in an attribute: a loss for the code outside. ``buffers``:
+    per module those before the call. Called after :func:`record_left_state`."""
+    lost = [name for name, (_, _, *left) in _own_left(_left_state.get()).items() if _holds_loss(*left)]
+    lost += [n for module, old in buffers for n, x in module._buffers.items() if x is not old.get(n) and _is_loss(x)]
+    if lost:
+        raise CaptureError(
+            f"the forward leaves a loss in {', '.join(map(repr, lost))} of the model, and its program would lose the "
+            "gradient. Return it from the forward, or leave its detach() there."
+        )
+
+
+def _own_left(left: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``left`` that the model's modules hold, without weights that torch's own hooks compute in each call."""
+    return {
+        dotted: (attributes, name, *rest)
+        for dotted, (attributes, name, *rest) in left.items()
+        if attributes
+        and not any(
+            type(hook).__module__.startswith("torch.nn.utils.")
+            and name in (getattr(hook, "name", None), getattr(hook, "_tensor_name", None))
+            for hook in attributes["_forward_pre_hooks"].values()
+        )
+    }
+
+
+def _holds_loss(value: Any, contents: ContentsSnapshot) -> bool:
+    return any(map(_is_loss, _values_and_contents([value], contents)))
+
+
+def _is_loss(x: Any) -> bool:
+    return isinstance(x, FakeTensor) and x.requires_grad and x.dim() == 0 and not x.is_leaf
+
+
 def _has_grown(now: Any, before: Any) -> bool:
     """Whether :func:`_comparable_contents` has grown anywhere, or a full deque moved on."""
     if isinstance(now, frozenset) and isinstance(before, frozenset):
@@ -201,9 +235,9 @@ def _has_grown(now: Any, before: Any) -> bool:
     return len(now) > len(before) or is_moved or any(_has_grown(x, y) for x, y in changed)
 
 
-def check_second_call(model: nn.Module, graph: Graph, retrace: Callable[[], Graph]) -> None:
-    """Refuse a forward whose second call differs or whose state grows in both calls. ``retrace``
-    traces the model as the first call, whose graph is ``graph``, left it."""
+def check_second_call(model: nn.Module, graph: Graph, retrace: Callable[[], Graph], is_part: bool) -> None:
+    """Refuse a forward whose second call differs or whose state grows in both calls; of a part, one that leaves
+    anything to the code around it. ``retrace`` traces the model as the first call, whose graph is ``graph``, left it."""
     left, grows = dict(_left_state.get()), list(_growing_state.get())
     if not left:
         return
@@ -227,6 +261,11 @@ def check_second_call(model: nn.Module, graph: Graph, retrace: Callable[[], Grap
         raise CaptureError(
             f"the forward adds to {', '.join(map(repr, grows))} in every call, and its program would lose "
             "those values. Return them from the forward, and collect them (or update the metric) outside."
+        )
+    if is_part and (own := _own_left(left)):
+        raise CaptureError(
+            f"the forward leaves {', '.join(map(repr, own))} behind in the model for the code around it, and a program "
+            "would lose that. Return it from the forward to compile this module"
         )
 
 
