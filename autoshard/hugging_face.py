@@ -12,7 +12,6 @@ import pickle
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -161,7 +160,7 @@ def _save(
                 found[id(tensor)] = full.cpu() if trainer.args.should_save else full.new_empty(0)
             state_dict[name] = found[id(tensor)]
     if trainer.args.should_save:
-        fields = vars(getattr(sharded, "config", None) or SimpleNamespace())
+        fields = getattr(getattr(sharded, "config", None), "__dict__", {})
         before = dict(fields)
         theirs(output_dir, state_dict)
         fields.clear()  # save_pretrained sets some, which the other ranks would lack
