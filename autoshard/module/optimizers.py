@@ -263,9 +263,18 @@ def whole(optimizer: OptimizerT) -> OptimizerT:
                     optimizer.state[p] = pytree.tree_map_only(Tensor, keep, optimizer.state.pop(plain))
 
     if of:
+        kind = type(optimizer)
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # schedulers rebind it
         optimizer.steps_whole = True  # type: ignore[attr-defined]
+        optimizer.__reduce_ex__ = lambda _: (_whole_again, (kind, optimizer.__getstate__()))  # type: ignore[method-assign]
     return optimizer
+
+
+def _whole_again(kind: type[OptimizerT], state: dict[str, Any]) -> OptimizerT:
+    """A copy of an optimizer that steps on full tensors."""
+    made = kind.__new__(kind)
+    made.__setstate__(state)
+    return whole(made)
 
 
 def _is_sharded(p: Tensor) -> bool:

@@ -47,10 +47,17 @@ def dealt(optimizer: OptimizerT, sharded: ShardedModule) -> OptimizerT:
         deal = _Deal(optimizer, sharded)
         of: Any = optimizer
         of.step = MethodType(lambda _, closure=None: deal.step(closure), optimizer)  # schedulers rebind it
-        of.collect_states, of.steps_whole = deal.collect, True
+        of.collect_states, of.steps_whole, of.__reduce_ex__ = deal.collect, True, _not_copied
         optimizer.register_state_dict_pre_hook(lambda _: deal.collect())
         optimizer.register_load_state_dict_post_hook(lambda _: deal.loaded())
     return optimizer
+
+
+def _not_copied(_: int) -> Any:
+    raise AutoshardError(
+        "an optimizer of autoshard.dealt cannot be copied or pickled: its ranks hold other states. Make it again, "
+        "and load autoshard.full_optimizer_state_dict(sharded, optimizer)"
+    )
 
 
 def owners_of(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:

@@ -22,6 +22,10 @@ sharded = world.cases("trainer_worker.py", __name__, "test_as_one_device")
 def test_as_one_device(sharded: Callable[[str], Any], tmp_path: Path, name: str) -> None:
     """Losses, metrics, rows and weights are those of transformers' own Trainer with the whole model."""
     expected = json.loads(json.dumps(outcome(name, str(tmp_path), whole=True)))
+    if "refused" in expected:
+        assert name not in {"adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"}
+        assert sharded(name) == expected
+        return
     assert [len(expected["metrics"]), bool(expected["told"])] == [3, "steps" in CASES[name]]
     if "bf16" in CASES[name]:
         exact = torch.tensor(flat(outcome("exact", str(tmp_path), whole=True)["weights"]))

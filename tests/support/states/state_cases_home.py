@@ -233,6 +233,8 @@ def stepped_on_whole_tensors(mesh: autoshard.Mesh) -> None:
                 state = autoshard.full_optimizer_state_dict(sharded, optimizers[1])
                 optimizers[1] = autoshard.whole(kind(sharded.parameters()))
                 autoshard.load_full_optimizer_state_dict(sharded, optimizers[1], state)
+            elif step == 3 and kind is Orthogonal:  # steps of a copy's copy are those of the whole tensors, too
+                sharded, optimizers[1] = copy.deepcopy(copy.deepcopy((sharded, optimizers[1])))
             elif step == 5:
                 optimizers[1].state_dict()
             for module, optimizer in zip((model, sharded), optimizers, strict=True):
@@ -378,6 +380,9 @@ def matrices_dealt_to_ranks(mesh: autoshard.Mesh) -> None:
                     schedule.step()
         same_state(sharded, model)
         assert len(optimizers[1].state_dict()["state"]) == len(second)
+        if dist.is_initialized():
+            with refused("cannot be copied", AutoshardError):
+                copy.deepcopy(optimizers[1])
     if dist.is_initialized():
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, updated)
