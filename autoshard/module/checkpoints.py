@@ -152,7 +152,10 @@ class FullOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
         """``models``: those that may be sharded modules that the optimizer steps."""
         self.optimizer = optimizer
-        self.sharded = trained_module(optimizer, (m for m in models if isinstance(m, ShardedModule)))
+        sharded = [m for m in models if isinstance(m, ShardedModule)]
+        self.sharded = trained_module(optimizer, sharded)
+        if len(sharded) == 1 and sharded[0].is_staged and not any(g["params"] for g in optimizer.param_groups):
+            self.sharded = sharded[0]  # all its parameters are other stages'
         """the sharded module that it steps; None: another model"""
 
     def state_dict(self) -> dict[str, Any]:

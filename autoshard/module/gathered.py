@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from autoshard.errors import PlanError
 from autoshard.module.model.closures import copy_with_memo, deepcopy_functions, ids_in_model
-from autoshard.module.model.hooks import FORWARD_HOOKS, HOOK_FLAGS, take_later
+from autoshard.module.model.hooks import FORWARD_HOOKS, take_later
 from autoshard.module.parts.between import kept_out
 from autoshard.module.programs.call_checks import collective_method
 from autoshard.module.sharded_module import ShardedModule
 from autoshard.passes.capture.exported.plain_objects import SET_LATER
+from autoshard.passes.capture.exported.snapshots import HOOK_FLAGS
 from autoshard.passes.capture.exported.tensor_attributes import MOVED_MARK, with_user_class
 
 

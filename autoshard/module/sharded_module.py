@@ -19,10 +19,10 @@ from autoshard.errors import CaptureError, PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.module.microbatches import MicroBatchRun
-from autoshard.module.model.hooks import refuse_output_hooks
+from autoshard.module.model.hooks import refuse_output_hooks, set_later
 from autoshard.module.model.original import OriginalModel, is_plain_context, torch_defaults
 from autoshard.module.model.parameters import clamp_parameters
-from autoshard.module.model.submodules import sharded_class
+from autoshard.module.model.submodules import is_followed, sharded_class
 from autoshard.module.parts.plans import plans_of, summary, whole_plan
 from autoshard.module.parts.split import run_in_parts
 from autoshard.module.programs.call_checks import (
@@ -171,6 +171,8 @@ class ShardedModule(CompilingModule):
             object.__setattr__(self, name, value)
         elif (between := self.__dict__.get("_between")) is not None and name in between.attributes:
             setattr(between.model, name, value)
+            if is_followed(value):  # copies take it, too
+                set_later(self._original_model.root, name, value)
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)

@@ -67,9 +67,9 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 81627,
-    "tokens": 705489,
-    "lines over 100 columns": 4898,
+    "lines": 81652,
+    "tokens": 705795,
+    "lines over 100 columns": 4900,
     "files": 374,
     "files under 60 lines": 8,
     "names at module level in 3 or more files": 8,

@@ -26,14 +26,13 @@ from torch.utils.hooks import unserializable_hook
 
 from autoshard.errors import CaptureError, RuntimeMismatchError
 from autoshard.module.model.closures import copy_with_memo
-from autoshard.passes.capture.exported.plain_objects import SET_LATER
+from autoshard.passes.capture.exported.plain_objects import SET_LATER, plain_containers
 from autoshard.passes.capture.exported.pytrees import CONSTANT_TYPES, constant_key
-from autoshard.passes.capture.exported.snapshots import NO_ATTRIBUTE
+from autoshard.passes.capture.exported.snapshots import HOOK_FLAGS, NO_ATTRIBUTE
 from autoshard.passes.ir.graph import Graph, Ref
 
 FORWARD_HOOKS = "_forward_pre_hooks", "_forward_hooks"
 HOOK_KINDS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
-HOOK_FLAGS = "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"
 HOOK_SNAPSHOT = "_given_hooks"
 """key in a submodule's dict: kind → (the user's hook dict, the hooks it had at adoption)"""
 OWN_STATE = "_original", "_known", "_held", "_owner", HOOK_SNAPSHOT, SET_LATER
@@ -139,7 +138,9 @@ def hooks_during_trace(
     try:
         for path, module in modules.items():
             own, part = module.__dict__, parts[path]
-            lent += [(module, name, take_later(own, part, name, memo)) for name in vars(part)[SET_LATER]]
+            changed = {n for n, x in plain_containers(part).items() if own.get(n, x) is not x}
+            later = changed | vars(part)[SET_LATER].keys()
+            lent += [(module, name, take_later(own, part, name, memo)) for name in sorted(later)]
             if not (path or own_hooks):
                 own.update({kind: OrderedDict() for kind in HOOK_KINDS})
                 continue

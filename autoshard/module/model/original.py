@@ -387,10 +387,11 @@ class OriginalModel:
             if tied != name:
                 self.ties[name] = tied
         adopt_hooks(self.model, self.parts)
+        given = {id(x) for m in self.model.modules() for x in plain_containers(m).values()}
         self.model, self.adopted, self._places = meta_skeleton(self.model), True, None
         for path, module in self.model.named_modules(remove_duplicate=False):
             own = vars(self.parts[path])  # captures see what is written to these containers; the user's model does not
-            own.update({n: x for n, x in plain_containers(module).items() if n in own})
+            own.update({n: x for n, x in plain_containers(module).items() if id(own.get(n)) in given})
         self.guards = AttributeGuards(self.parts)
 
     def _without_values(self, absent: Iterable[str]) -> None:

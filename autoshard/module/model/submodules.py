@@ -83,7 +83,7 @@ class FixedModule(nn.Module):
             if not removed and not inspect.isdatadescriptor(
                 of_class := inspect.getattr_static(self._original, name, None)
             ):
-                if callable(of_class) or not _is_followed(value):
+                if callable(of_class) or not is_followed(value):
                     refuse_change(f"attribute {name!r} of a {self._original.__name__} is set")
                 set_later(own["_original_model"].root if "_original_model" in own else self, name, value)
         super().__setattr__(name, value)
@@ -285,11 +285,11 @@ def _are_handles(value: Any) -> bool:
     return all(isinstance(x, RemovableHandle) for x in held)
 
 
-def _is_followed(value: Any) -> bool:
+def is_followed(value: Any) -> bool:
     """Whether programs follow an attribute set to ``value``: no tensors or modules in it."""
     if isinstance(value, dict | list | tuple | set):
         held: Any = items_or_attributes(value)
-        return all(map(_is_followed, held.values() if isinstance(held, dict) else held))
+        return all(map(is_followed, held.values() if isinstance(held, dict) else held))
     return not isinstance(value, torch.Tensor | nn.Module)
 
 
@@ -369,11 +369,11 @@ def _save_pretrained_methods(kind: Any) -> dict[str, Any]:
 def save_full(sharded: Any, model: Any, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``save``, a ``save_pretrained`` of ``model``, with the full weights of ``sharded``, on rank 0. Collective."""
     given = {**inspect.signature(save).bind_partial(model, *args, **kwargs).arguments, **kwargs}
-    if given.get("state_dict") is not None:
+    if given.get("state_dict") is not None and not given.get("distributed_checkpoint"):
         return save(model, *args, **kwargs)
     if given.get("distributed_checkpoint"):
-        if given.get("push_to_hub"):
-            raise PlanError("distributed_checkpoint=True writes a folder only: upload it, or save without it")
+        if asked := [n for n in ("push_to_hub", "state_dict", "variant") if given.get(n)]:
+            raise PlanError(f"distributed_checkpoint=True does not take {asked[0]}=: leave one of the two out")
     else:
         with sharded.meeting("save_pretrained()"):
             held = model.state_dict(keep_vars=True)

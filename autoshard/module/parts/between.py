@@ -23,13 +23,13 @@ from autoshard.dumps import asked_checks
 from autoshard.errors import AutoshardError, BudgetError, LayoutError, PlanError, RuleError, RuntimeMismatchError
 from autoshard.layout import Layout
 from autoshard.module.model.closures import deepcopy_functions, held_in_attributes, ids_in_model, plain_memo
-from autoshard.module.model.hooks import HOOK_FLAGS, HOOK_KINDS, take_later
+from autoshard.module.model.hooks import HOOK_KINDS, take_later
 from autoshard.module.model.submodules import ShardedSubmodule, kept_attributes
 from autoshard.module.parts.memory import PartLimits
 from autoshard.module.parts.plans import FlopCount, share_of_flops
 from autoshard.module.parts.tensors import PlainTensors
 from autoshard.passes.capture.exported.plain_objects import SET_LATER, AttributeGuards
-from autoshard.passes.capture.exported.snapshots import parameters_of, replace_in_attributes
+from autoshard.passes.capture.exported.snapshots import HOOK_FLAGS, parameters_of, replace_in_attributes
 from autoshard.torch_private.autograd import forward_level, peek_interpreter_stack
 from autoshard.torch_private.dispatch import without_dispatch_modes
 
@@ -243,6 +243,7 @@ class Between:
         made._counts = self._counts
         made.plain.read, made.plain.laid_out = {*self.plain.read}, {*self.plain.laid_out}
         for path, module in self.modules.items():
+            made._take_attributes(path, made.modules[path].__dict__)  # older than what plain code has
             made.modules[path].__dict__.update(copy.deepcopy(kept_attributes(module), memo))
         return made
 

@@ -200,15 +200,17 @@ class PipelinedModule(StageOutputsModule):
         return [g for n, g in named if self._along.is_mine(self._stage_of(n))]
 
     def _full_entries(self) -> Iterator[tuple[str, Tensor]]:
-        own, whole = self.state_dict(keep_vars=True), self.all_stages_state_dict()
-        for n, (name, _) in state_dict_entries(self._original_model.model).items():
-            yield n, self.everywhere(name, whole[n], own[n].detach() if n in own else None)
+        own, named = self.state_dict(keep_vars=True), state_dict_entries(self._original_model.model)
+        for n, like in self.all_stages_state_dict().items():
+            x = own[n].detach() if n in own else None
+            yield n, self.everywhere(named[n][0], like, x) if n in named else self._full(own[n].detach())
 
     def all_stages_state_dict(self) -> dict[str, Tensor]:
         """See :meth:`ShardedModule.whole_state_dict`."""
         own = self.state_dict(keep_vars=True)
         named = state_dict_entries(self._original_model.model)  # in the dtypes of the last capture
-        return {n: own.get(n, self._original_model.elsewhere.get(name, x)) for n, (name, x) in named.items()}
+        whole = {n: own.get(n, self._original_model.elsewhere.get(name, x)) for n, (name, x) in named.items()}
+        return {**whole, **own}  # also of modules added later, which all ranks have
 
     def all_stages_names(self) -> list[str]:
         """Original names of all parameters of the model, tied ones once."""

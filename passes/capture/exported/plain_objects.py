@@ -15,6 +15,7 @@ from torch import nn
 
 from autoshard.passes.capture.exported.pytrees import CONSTANT_TYPES, constant_key
 from autoshard.passes.capture.exported.snapshots import (
+    HOOK_FLAGS,
     MAX_GUARDED_ELEMENTS,
     MODULE_REGISTRIES,
     NO_ATTRIBUTE,
@@ -50,7 +51,10 @@ def plain_containers(module: nn.Module) -> dict[str, Any]:
     return {
         n: x
         for n, x in vars(module).items()
-        if isinstance(x, dict | list) and 0 < container_length(x) <= MAX_GUARDED_ELEMENTS and _is_constant(x)
+        if isinstance(x, dict | list)
+        and n not in (*MODULE_REGISTRIES, *HOOK_FLAGS)
+        and 0 < container_length(x) <= MAX_GUARDED_ELEMENTS
+        and _is_constant(x)
     }
 
 
@@ -119,6 +123,8 @@ class AttributeGuards:
         whether it may change in place), changed one → key)"""
         self._others: list[Any] = []
         """values that are no constants: a key has their number"""
+        self._numbers: dict[int, int] = {}
+        """id → number, of those seen since the last deep copy"""
         self._set_later = [vars(m)[SET_LATER] for m in self.modules.values() if SET_LATER in vars(m)]
         self.note(())
 
@@ -128,7 +134,7 @@ class AttributeGuards:
             self.read[kind].add(name)
         known = {*self._left_out, *(id(x) for x, *_ in self._guarded)}
         new = [(x, "", _fields(x)) for x in plain_objects(self.modules.values())]
-        held = [(m, path, plain_containers(m)) for path, m in self.modules.items() if _class_of(m) in self.read]
+        held = [(m, path, plain_containers(m)) for path, m in self.modules.items()]  # what is read is known later
         new += [(m, path, {n: y for n, y in of.items() if id(y) not in self._left_out}) for m, path, of in held if of]
         for x, path, of in new:
             if id(x) not in known:
@@ -185,14 +191,20 @@ class AttributeGuards:
     def _key(self, x: Any, depth: int = 0) -> Any:
         if isinstance(x, CONSTANT_TYPES):
             return constant_key(x)
+        if isinstance(x, Enum):
+            return type(x), x.name
         if isinstance(x, _CONTAINERS) and depth < SNAPSHOT_DEPTH:
             held: Any = items_or_attributes(x)
             items = held.items() if isinstance(held, dict) else enumerate(held) if isinstance(held, list) else ()
             keys: list[Any] = [(self._key(n, depth + 1), self._key(y, depth + 1)) for n, y in items]
             return type(x), tuple(keys or sorted(repr(self._key(y, depth + 1)) for y in held))
-        if all(y is not x for y in self._others):
-            self._others.append(x)
-        return type(x), next(n for n, y in enumerate(self._others) if y is x)
+        number = self._numbers.get(id(x))
+        if number is None or self._others[number] is not x:  # ids of a deep copy differ
+            number = next((n for n, y in enumerate(self._others) if y is x), len(self._others))
+            if number == len(self._others):
+                self._others.append(x)
+            self._numbers[id(x)] = number
+        return type(x), number
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -32,6 +32,8 @@ _STATELESS_MODULES = ("builtins", "functools", "torch")
 """packages whose callables are functions without state"""
 MODULE_REGISTRIES = ("_parameters", "_buffers", "_modules")
 """dicts of a module in which a trace replaces the tensors itself"""
+HOOK_FLAGS = "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"
+"""dicts of a module by hook id, which differs by process"""
 ITERATOR_MODULES = ("builtins", "itertools", "_collections")
 """modules of Python's own functions, generators and iterators"""
 
