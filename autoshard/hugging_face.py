@@ -153,9 +153,11 @@ def _save(
     if trainer.args.should_save:
         fields = getattr(getattr(sharded, "config", None), "__dict__", {})
         before = dict(fields)
-        theirs(output_dir, state_dict)
-        fields.clear()  # save_pretrained sets some, which the other ranks would lack
-        fields.update(before)
+        try:
+            theirs(output_dir, state_dict)
+        finally:
+            fields.clear()  # save_pretrained sets some, which the other ranks would lack
+            fields.update(before)
     if dist.is_initialized():
         dist.barrier()
 

@@ -230,10 +230,8 @@ def _full(module: nn.Module | None, optimizer: Any) -> FullOptimizer:
 def _clip(module: nn.Module, optimizer: Any, norm: float, other: Any, *args: Any, **kwargs: Any) -> Any:
     """Clip by our norm if ``optimizer`` holds the sharded module's parameters and no more, else by ``other()``."""
     of = _full(module, optimizer)
-    sharded, held = (
-        of.sharded,
-        {id(p) for group in of.optimizer.param_groups for p in group["params"] if p.grad is not None},
-    )
+    sharded, groups = of.sharded, of.optimizer.param_groups
+    held = {id(p) for group in groups for p in group["params"] if p.grad is not None}
     if sharded is None or held != {id(p) for p in sharded.parameters() if p.grad is not None}:
         return other()
     return clip_grad_norm_(sharded, norm, *args, **kwargs)

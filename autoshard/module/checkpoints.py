@@ -140,7 +140,7 @@ def full_state(model: nn.Module, kept: bool) -> dict[str, Tensor]:
     for path, sharded in model.named_modules():
         if isinstance(sharded, ShardedModule):
             prefix = f"{path}." if path else ""
-            for name in [name for name in found if name.startswith(prefix)]:  # in the model's order, of all stages
+            for name in [name for name in found if name.startswith(prefix)]:  # those of all stages follow
                 del found[name]
             found |= {prefix + n: x for n, x in sharded._cpu_state_dict(kept).items()}
     return found if kept else OrderedDict()
@@ -154,9 +154,9 @@ class FullOptimizer:
         self.optimizer = optimizer
         sharded = [m for m in models if isinstance(m, ShardedModule)]
         self.sharded = trained_module(optimizer, sharded)
+        """the sharded module that it steps; None: another model"""
         if len(sharded) == 1 and sharded[0].is_staged and not any(g["params"] for g in optimizer.param_groups):
             self.sharded = sharded[0]  # all its parameters are other stages'
-        """the sharded module that it steps; None: another model"""
 
     def state_dict(self) -> dict[str, Any]:
         """See :func:`full_optimizer_state_dict`."""

@@ -209,7 +209,10 @@ class Schedule:
         """For notebooks: the summary, and a matrix of senders (rows) and receivers (columns), darker for more bytes."""
         size = {m[:2]: m.bytes for m in self.messages}
         senders, receivers = (sorted({pair[side] for pair in size}) for side in (0, 1))
-        summary = html.escape(str(self).partition("\n\n")[0])
+        text, _, _ = str(self).partition("\n\n")
+        summary = f"<pre>{html.escape(text)}</pre>"
+        if not size or len(senders) + len(receivers) > 8 * MOST_SHOWN_RANKS:  # a cell is smaller than a figure
+            return summary
         head = "".join(f"<th>{rank}</th>" for rank in receivers)
         rows = [f"<tr><th>from \\ to</th>{head}</tr>"]
         for sender in senders:
@@ -218,7 +221,7 @@ class Schedule:
                 for n in (size.get((sender, r), 0) for r in receivers)
             ]
             rows.append(f"<tr><th>{html.escape(self._files.get(sender, str(sender)))}</th>{''.join(cells)}</tr>")
-        return f"<pre>{summary}</pre><table>{''.join(rows)}</table>"
+        return f"{summary}<table>{''.join(rows)}</table>"
 
 
 def transfer_schedule(

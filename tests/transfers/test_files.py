@@ -210,6 +210,9 @@ def test_a_schedule_of_a_large_checkpoint() -> None:
     assert "30 senders → 64 receivers" in page
     assert page.count("<tr>") == 1 + 30
     assert page.count('<td title="0 B"') == 30 * 64 - len(schedule.messages)
+    want = megatron(shapes, Mesh({"replica": 16, "tp": 8}, hardware="h100"))
+    many = make_schedule(folder.held, want, links_of(folder.held, want), hardware("h100"))
+    assert "<table>" not in many._repr_html_()  # of 158 files and ranks
 
 
 def compiled(seed: int, axes: dict[str, int], like: Any = "fsdp") -> Any:
